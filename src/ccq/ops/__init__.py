@@ -1,0 +1,1 @@
+"""Functions on tensors: the read step and the write rules."""

@@ -1,0 +1,90 @@
+"""The read step as a loop over tokens: the specification that every other implementation is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ccq.ops.checks import accumulation_dtype
+from ccq.ops.query.statistics import KeyStatistics
+
+NORM_EPSILON = 1e-6
+"""Added to the squared length before the root, so that a zero vector stays zero."""
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """x * rsqrt(sum x^2 + 1e-6) over the last dimension, in float32 (float64 for float64 input)."""
+    x = x.to(accumulation_dtype(x.dtype))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def curvature_conditioned_query_reference(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    statistics: KeyStatistics,
+    *,
+    mask: Tensor | None,
+    boundaries: list[int] | None,
+    normalize: bool,
+    centred: bool,
+) -> tuple[Tensor, Tensor, KeyStatistics]:
+    """The recurrence, token by token, with ordinary automatic differentiation.
+
+    For each token (paper, equations 8 and 9; the current key is included before it is read):
+
+        M += k k^T,  m += k,  t += 1
+        r = M q / t - (m / t) ((m / t) . q)        the second term only if centred
+        y = q - gate * r
+
+    q, k [B, T, H, D]; gate [B, T, H]; mask [B, T] bool; boundaries: the N + 1 document boundaries of packed input. Returns the query
+    and the correction r, both [B, T, H, D] in the accumulation dtype, and the statistics after the last token.
+    """
+    if boundaries is not None:
+        documents = [
+            curvature_conditioned_query_reference(
+                q[:, start:end],
+                k[:, start:end],
+                gate[:, start:end],
+                KeyStatistics(*(field[n : n + 1] for field in statistics)),
+                mask=None,
+                boundaries=None,
+                normalize=normalize,
+                centred=centred,
+            )
+            for n, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+        ]
+        if not documents:
+            return q.to(statistics.total.dtype), q.to(statistics.total.dtype), statistics
+        queries, corrections, finals = zip(*documents, strict=True)
+        joined = KeyStatistics(*(torch.cat(fields) for fields in zip(*finals, strict=True)))
+        return torch.cat(queries, 1), torch.cat(corrections, 1), joined
+
+    kept = accumulation_dtype(q.dtype)
+    real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
+    padding = ~real[:, :, None, None]
+    padded_query = l2_normalize(q.detach()) if normalize else q.detach().to(kept)
+    # Emptied before anything is computed: whatever stands in the padding, NaN included, must not spread.
+    q, k, gate = (
+        q.masked_fill(padding, 0),
+        k.masked_fill(padding, 0),
+        gate.unsqueeze(-1).masked_fill(padding, 0).to(kept),
+    )
+    q, k = (l2_normalize(q), l2_normalize(k)) if normalize else (q.to(kept), k.to(kept))
+    second_moment, total, count = statistics
+    queries, corrections = [], []
+    for i in range(q.shape[1]):
+        query, key = q[:, i], k[:, i]
+        second_moment = second_moment + key.unsqueeze(-1) * key.unsqueeze(-2)
+        total = total + key
+        count = count + real[:, i]
+        seen = count.clamp(min=1).to(kept)[:, None, None]
+        correction = (second_moment @ query.unsqueeze(-1)).squeeze(-1) / seen
+        if centred:
+            mean = total / seen
+            correction = correction - mean * (mean * query).sum(-1, keepdim=True)
+        queries.append(torch.where(padding[:, i], padded_query[:, i], query - gate[:, i] * correction))
+        corrections.append(correction)
+    if not queries:
+        return q, torch.zeros_like(q), statistics
+    return torch.stack(queries, 1), torch.stack(corrections, 1), KeyStatistics(second_moment, total, count)
