@@ -1,4 +1,4 @@
-"""Assertions shared by the tests: errors are measured as norms and printed, so that a failure says how far off it is."""
+"""Assertions shared by the tests: errors are measured as norms, and a failure says how far off it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| in float64 (Euclidean norms); the bare |actual - expected| where expected is zero."""
+    """|actual - expected| / |expected| in float64 (Euclidean norms); only |actual - expected| where expected is zero."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: got {list(actual.shape)}, expected {list(expected.shape)}")
     actual, expected = actual.detach().double(), expected.detach().double()

@@ -11,8 +11,8 @@ from typing import Any
 def write_bytes_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Replace `path` by `data` so that a kill at any moment leaves either the old file or the new one.
 
-    The bytes go to a temporary file in the same folder (a rename is atomic only inside one file system), are flushed to the disk, and
-    the file is renamed over `path`. The folder must exist.
+    The bytes go to a temporary file in the same folder (a rename is atomic only inside one file system), are flushed to
+    the disk, and the file is renamed over `path`. The folder must exist.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

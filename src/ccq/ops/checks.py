@@ -1,6 +1,8 @@
-"""Argument checks shared by the read step and the write rules. Every message says what was given and what is accepted."""
+"""Argument checks shared by the read step and the write rules; messages say what was given and what is accepted."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -13,25 +15,30 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def short(dtype: torch.dtype) -> str:
+    """A dtype without the name of the library."""
+    return str(dtype).removeprefix("torch.")
+
+
 def describe(x: Tensor) -> str:
     """A tensor as error messages show it."""
-    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+    return f"{list(x.shape)} {short(x.dtype)} on {x.device}"
 
 
 def values_can_be_read(x: Tensor) -> bool:
-    """Whether looking at the values is free of side effects: not while compiling, and not on a GPU, where it would wait for the device."""
+    """Whether the values may be looked at: not while compiling, and not on a GPU, which would have to be waited for."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_input(name: str, x: Tensor, shape: tuple[int | str, ...], like: Tensor | None = None) -> None:
-    """`x` must be a floating-point tensor of `shape` (strings stand for free sizes), of the dtype and device of `like` if given."""
+    """`x` must be a floating-point tensor of `shape` (text = any size), of the dtype and device of `like` if given."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {describe(x)}")
     check_shape(name, x, shape)
     if like is not None and x.dtype != like.dtype:
-        raise TypeError(f"{name} must have the dtype of q, {str(like.dtype).removeprefix('torch.')}, got {describe(x)}")
+        raise TypeError(f"{name} must have the dtype of q, {short(like.dtype)}, got {describe(x)}")
     if like is not None:
         check_device(name, x, like)
 
@@ -48,7 +55,8 @@ def check_shape(name: str, x: Tensor, shape: tuple[int | str, ...]) -> None:
 def check_device(name: str, x: Tensor, like: Tensor) -> None:
     if x.device != like.device:
         raise ValueError(
-            f"{name} must be on the device of q, {like.device}, got {describe(x)}; move it with .to({str(like.device)!r})"
+            f"{name} must be on the device of q, {like.device}, got {describe(x)}; "
+            f"move it with .to({str(like.device)!r})"
         )
 
 
@@ -64,14 +72,12 @@ def check_state(name: str, state: Tensor, shape: tuple[int, ...], like: Tensor) 
     check_shape(name, state, shape)
     expected = accumulation_dtype(like.dtype)
     if state.dtype != expected:
-        raise TypeError(
-            f"{name} must be {str(expected).removeprefix('torch.')} for {str(like.dtype).removeprefix('torch.')} input, got {describe(state)}"
-        )
+        raise TypeError(f"{name} must be {short(expected)} for {short(like.dtype)} input, got {describe(state)}")
     check_device(name, state, like)
 
 
 def check_mask(mask: Tensor, rows: int, tokens: int, like: Tensor) -> Tensor:
-    """[B, T] of zeros and ones, the ones of each row without a gap -> bool. Values are checked where `values_can_be_read`."""
+    """[B, T] of zeros and ones, the ones of a row without a gap -> bool. Checked where `values_can_be_read`."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
     check_shape("mask", mask, (rows, tokens))
@@ -84,8 +90,8 @@ def check_mask(mask: Tensor, rows: int, tokens: int, like: Tensor) -> Tensor:
         if rows and tokens and int(starts.max()) > 1:
             row = int(starts.argmax())
             raise ValueError(
-                f"mask has a hole in row {row}: real tokens must be one run without a gap, with padding only on the left, the right, or both; "
-                f"got {real[row].int().tolist()[:64]}"
+                f"mask has a hole in row {row}: real tokens must be one run without a gap, with padding only on "
+                f"the left, the right, or both; got {real[row].int().tolist()[:64]}"
             )
     return real
 
@@ -96,7 +102,8 @@ def check_boundaries(cu_seqlens: Tensor, rows: int, tokens: int) -> list[int]:
         raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens must be a one-dimensional int32 or int64 tensor of N + 1 boundaries, got {describe(cu_seqlens)}"
+            f"cu_seqlens must be a one-dimensional int32 or int64 tensor of N + 1 boundaries, "
+            f"got {describe(cu_seqlens)}"
         )
     if rows != 1:
         raise ValueError(f"cu_seqlens needs packed input with one row, [1, T, H, D]; got {rows} rows")
@@ -105,7 +112,7 @@ def check_boundaries(cu_seqlens: Tensor, rows: int, tokens: int) -> list[int]:
         raise ValueError(
             f"cu_seqlens must start at 0 and end at T = {tokens}, got {boundaries[0]} and {boundaries[-1]}"
         )
-    if any(after < before for before, after in zip(boundaries, boundaries[1:], strict=False)):
+    if any(after < before for before, after in itertools.pairwise(boundaries)):
         raise ValueError(f"cu_seqlens must never fall, got {boundaries[:32]}")
     return boundaries
 

@@ -2,10 +2,11 @@
 
 Legend: B rows, N sequences, T tokens, H heads, C chunk length, P chunks in all, X any feature size.
 
-Every chunked function works on tensors [P, H, C, X]. Chunks are ordered by their place in their sequence first (all first chunks, then all
-second chunks, ...), and inside one place by sequence, longest first. So the chunks of place j are one contiguous slice, the sequences
-that have a chunk j are the first `active[j]` of the (reordered) sequences, and a scan over chunks is a loop over slices that never meets a
-document boundary. Dense input is the case in which every sequence is active at every place.
+Every chunked function works on tensors [P, H, C, X]. Chunks are ordered by their place in their sequence first (all
+first chunks, then all second chunks, ...), and inside one place by sequence, longest first. So the chunks of place j
+are one contiguous slice, the sequences that have a chunk j are the first `active[j]` of the (reordered) sequences, and
+a scan over chunks is a loop over slices that never meets a document boundary. Dense input is the case in which every
+sequence is active at every place.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class ChunkLayout:
         return state if self.rank is None else state[self.rank]
 
     def slices(self) -> Iterator[slice]:
-        """The chunks of place 0, of place 1, ... as slices of dimension P. The slice of place j has length `active[j]`."""
+        """The chunks of place 0, of place 1, ... as slices of dimension P; that of place j has length `active[j]`."""
         start = 0
         for count in self.active:
             yield slice(start, start + count)

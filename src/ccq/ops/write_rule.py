@@ -21,7 +21,7 @@ class WriteRuleResult(NamedTuple):
 class Sequences(NamedTuple):
     """How the rows of a call divide into sequences."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # a field, not the method of tuple
     """N"""
     mask: Tensor | None
     """[B, T] bool, or None where every token is real."""

@@ -1,19 +1,20 @@
 """The read step: the recurrence against the covariance written out, and the chunked form against the recurrence.
 
-The correction Sigma q is compared, never only the query: the correction is often smaller than the spacing of low-precision numbers near
-q, so that a routine that returns q would pass.
+The correction Sigma q is compared, never only the query: the correction is often smaller than the spacing of
+low-precision numbers near q, so that a routine that returns q would pass.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
+from tests.helpers import assert_close, relative_error
 from torch import Tensor
 
 from ccq.ops.query import KeyStatistics, curvature_conditioned_query, l2_normalize
-from tests.helpers import assert_close, relative_error
 
 LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 127, 1000)
 EXACT = 1e-12
@@ -161,7 +162,7 @@ def test_gradcheck(backend: str) -> None:
 
 
 def yardstick(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a plain low-precision routine does: operands rounded to `dtype`, float32 sums, the correction rounded at the end."""
+    """A plain low-precision routine: operands rounded to `dtype`, float32 sums, the correction rounded at the end."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
@@ -225,7 +226,7 @@ def test_packed_documents_equal_separate_ones(boundaries: list[int]) -> None:
     case = make_case(1, boundaries[-1], 2, 5, sequences=sequences)
     packed = run(case, backend="torch", cu_seqlens=torch.tensor(boundaries))
     compare(packed, run(case, backend="reference", cu_seqlens=torch.tensor(boundaries)))
-    for n, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(boundaries)):
         alone = curvature_conditioned_query(
             case.q[:, start:end],
             case.k[:, start:end],
@@ -269,7 +270,7 @@ def test_gradients_through_the_state_equal_those_of_the_whole() -> None:
     def gradients(cuts: list[int]) -> tuple[Tensor, ...]:
         inputs = [x.clone().requires_grad_() for x in case[:3]]
         statistics, parts = None, []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             result = curvature_conditioned_query(*(x[:, start:end] for x in inputs), statistics=statistics)
             statistics = result.statistics
             parts.append(result.query)

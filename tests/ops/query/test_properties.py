@@ -1,14 +1,14 @@
-"""What must hold for any input: bounds on the spectrum, the identity cases, and independence of how the input is cut."""
+"""What must hold for any input: bounds on the spectrum, identities, independence of how the input is cut."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers import assert_close
 from torch import Tensor
 
 from ccq.ops.query import curvature_conditioned_query, l2_normalize
-from tests.helpers import assert_close
 
 seeds = st.integers(0, 2**31)
 backends = st.sampled_from(["reference", "torch"])
@@ -37,7 +37,7 @@ def test_a_gate_in_the_unit_interval_never_lengthens_the_query(
 
 @given(seed=seeds, tokens=st.integers(1, 80), size=st.integers(1, 6), gate=st.floats(0, 1), backend=backends)
 def test_spectrum_and_trace(seed: int, tokens: int, size: int, gate: float, backend: str) -> None:
-    """Reading with the D unit vectors after the last key gives the operator itself: spectrum in [1 - gate, 1], trace of Sigma at most 1."""
+    """Unit vectors read after the last key give the operator: spectrum in [1 - gate, 1], trace of Sigma at most 1."""
     _, k, _ = random_keys(seed, tokens, size)
     statistics = curvature_conditioned_query(k, k, 0.0, backend=backend).statistics
     rows = type(statistics)(*(field.expand(size, *field.shape[1:]) for field in statistics))

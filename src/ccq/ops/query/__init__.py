@@ -64,33 +64,35 @@ def curvature_conditioned_query(
 ) -> CurvatureConditionedQueryResult:
     """Contract each query along the directions in which the keys seen so far vary: q - gate * Cov(keys) q.
 
-    Token i sees the keys of its sequence up to and including its own. With t of them, second moment C = sum k k^T / t and mean
-    mu = sum k / t, the result is q - gate (C - mu mu^T) q (paper, equations 8 and 9). Only the query changes: read the memory of any
-    linear-attention layer with it, and do not normalise it again.
+    Token i sees the keys of its sequence up to and including its own. With t of them, second moment C = sum k k^T / t
+    and mean mu = sum k / t, the result is q - gate (C - mu mu^T) q (paper, equations 8 and 9). Only the query changes:
+    read the memory of any linear-attention layer with it, and do not normalise it again.
 
     Args:
         q: [B, T, H, D] queries; float64, float32, float16 or bfloat16.
         k: [B, T, H, D] keys, same dtype and device.
-        gate: lambda, [B, T, H] in any floating-point dtype, or one number. Any finite value; in [0, 1] the query never grows.
+        gate: lambda, [B, T, H] in any floating-point dtype, or one number. Any finite value; in [0, 1] the query never
+            grows.
         statistics: of the keys before this call, as an earlier call returned them; None starts at nothing.
-        cu_seqlens: [N + 1] int32 or int64 boundaries of N packed documents, with B = 1; from 0 to T; empty documents are allowed. The
-            statistics then have one entry a document. Excludes `mask`.
-        mask: [B, T], 1 = real token, 0 = padding, the ones of a row without a gap. Padding is not counted, receives no correction and
-            no gradient; its query comes back normalised.
-        normalize: L2-normalise q and k over D, x * rsqrt(sum x^2 + 1e-6) in float32. False takes both as they are; the operator is
-            linear in q, so raw queries with normalised keys keep their length.
+        cu_seqlens: [N + 1] int32 or int64 boundaries of N packed documents, with B = 1; from 0 to T; empty documents
+            are allowed. The statistics then have one entry a document. Excludes `mask`.
+        mask: [B, T], 1 = real token, 0 = padding, the ones of a row without a gap. Padding is not counted, receives no
+            correction and no gradient; its query comes back normalised.
+        normalize: L2-normalise q and k over D, x * rsqrt(sum x^2 + 1e-6) in float32. False takes both as they are; the
+            operator is linear in q, so raw queries with normalised keys keep their length.
         centred: subtract the mean key's part; False uses the second moment instead of the covariance.
         return_correction: also return Sigma q before the gate.
-        backend: "reference" is the loop over tokens that defines the result; "torch" is chunked with a closed-form backward;
-            "auto" takes the fastest for the device.
+        backend: "reference" is the loop over tokens that defines the result; "torch" is chunked with a closed-form
+            backward; "auto" takes the fastest for the device.
 
     Returns:
-        CurvatureConditionedQueryResult(query, correction, statistics). Differentiable in q, k, gate and statistics, through all of the
-        outputs; of the gradient in `second_moment` only the symmetric part has a meaning.
+        CurvatureConditionedQueryResult(query, correction, statistics). Differentiable in q, k, gate and statistics,
+        through all of the outputs; of the gradient in `second_moment` only the symmetric part has a meaning.
 
     Raises:
-        TypeError, ValueError: on wrong types, dtypes, devices or shapes; on statistics of another number of sequences; on boundaries
-            that do not run from 0 to T; on a mask with a hole or a gate that is not finite (values of tensors are looked at on a CPU only).
+        TypeError, ValueError: on wrong types, dtypes, devices or shapes; on statistics of another number of sequences;
+            on boundaries that do not run from 0 to T; on a mask with a hole or a gate that is not finite (values of
+            tensors are looked at on a CPU only).
     """
     check_backend(backend, BACKENDS)
     check_input("q", q, ("B", "T", "H", "D"))

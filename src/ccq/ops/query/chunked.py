@@ -2,20 +2,22 @@
 
 Legend: P chunks, H heads, C chunk length, D key size; i, j tokens of one chunk, tokens are rows.
 
-A covariance times a query is linear attention with centred scores. With M, m, t0 from everything before the chunk, s_ij = q_i . k_j and
+A covariance times a query is linear attention with centred scores. With M, m, t0 from everything before the chunk, s_ij
+= q_i . k_j and
 t_i = t0 + place in the chunk:
 
     a_i = (q_i . m + sum_{j<=i} s_ij) / t_i
     r_i = (M q_i - a_i m + sum_{j<=i} (s_ij - a_i) k_j) / t_i
     y_i = q_i - lambda_i r_i
 
-Backward: the covariance is symmetric, so the gradient of r_i in q_i is the operator itself, u_i = Sigma_i (dr)_i, computed by the same
-routine. With p_i the gradient that reaches r_i, c_i the mean score of p_i, and z_ij = p_i . k_j,
+Backward: the covariance is symmetric, so the gradient of r_i in q_i is the operator itself, u_i = Sigma_i (dr)_i,
+computed by the same routine. With p_i the gradient that reaches r_i, c_i the mean score of p_i, and z_ij = p_i . k_j,
 
     dk_j = sum_{i>=j} [p_i (s_ij - a_i) + q_i (z_ij - c_i)] / t_i
 
-which is summed inside the chunk, and across chunks by a scan from the last to the first over W = sum (p q^T + q p^T) / t and
-w = sum (a p + c q) / t. Nothing beyond the normalised q and k, their lengths, the gate and the prefix states is kept.
+which is summed inside the chunk, and across chunks by a scan from the last to the first over W = sum (p q^T + q p^T) /
+t and w = sum (a p + c q) / t. Nothing beyond the normalised q and k, their lengths, the gate and the prefix states is
+kept.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ def _normalize_backward(gradient: Tensor, unit: Tensor, reciprocal: Tensor) -> T
 def _covariance_times(
     x: Tensor, k: Tensor, second_moment: Tensor, total: Tensor, reciprocal_count: Tensor, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sigma_i x_i for every token, the centred causal scores, and the mean scores a_i [P, H, C, 1] (None if not centred).
+    """Sigma_i x_i for every token, the centred causal scores, and the mean scores a_i [P, H, C, 1] (None if not
+    centred).
 
-    x, k [P, H, C, D]; second_moment [P, H, D, D] and total [P, H, D, 1] before each chunk; reciprocal_count [P, 1, C, 1].
+    x, k [P, H, C, D]; second_moment [P, H, D, D] and total [P, H, D, 1] before each chunk; reciprocal_count [P, 1, C,
+    1].
     """
     scores = torch.matmul(x, k.mT).tril_()
     result = torch.matmul(x, second_moment)
@@ -67,7 +71,7 @@ def _covariance_times(
 
 class _CurvatureConditionedQuery(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -102,8 +106,7 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
         if real is not None:
             y = torch.where(real, y, normalized)
         y = layout.merge(y).to(q.dtype)
-        if not return_correction:
-            correction = None
+        kept_correction = correction if return_correction else None
         ctx.save_for_backward(
             query,
             key,
@@ -116,16 +119,16 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
             totals,
             reciprocal_count,
             real,
-            correction,
+            kept_correction,
         )
         ctx.layout, ctx.centred = layout, centred
         ctx.dtypes = q.dtype, k.dtype, gate.dtype
         ctx.set_materialize_grads(False)
-        return y, None if correction is None else layout.merge(correction), last_moment, last_total
+        return y, layout.merge(correction) if return_correction else None, last_moment, last_total
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, dy: Tensor | None, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (
@@ -150,7 +153,7 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
             dy = torch.where(real, dy, 0)
 
         if correction is None:
-            # Sigma dy gives both gradients that reach q and the gate; scores and means of p = -lambda dy follow by scaling.
+            # Sigma dy gives both gradients that reach q and the gate; scores and means of p = -lambda dy follow.
             u, z, c = _covariance_times(dy, key, moments, totals, reciprocal_count, centred)
             d_gate = torch.linalg.vecdot(query, u).neg_()
             d_query = torch.addcmul(dy, strength, u, value=-1)
@@ -174,7 +177,7 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
         flat.baddbmm_(s.mT.flatten(0, 1), p.flatten(0, 1))
         flat.baddbmm_(z.mT.flatten(0, 1), query.flatten(0, 1))
         lean = key.new_zeros(key.shape[0], heads, 1, size)
-        if centred:
+        if c is not None:
             lean = torch.matmul(a.mT, p).add_(torch.matmul(c.mul_(scale).mT, query))
         lean_start = key.new_zeros(sequences, heads, 1, size) if d_total is None else -d_total.unsqueeze(-2)
         lean, lean_first = layout.suffix_sums(lean, lean_start)
@@ -208,7 +211,7 @@ def chunked_curvature_conditioned_query(
     centred: bool,
     return_correction: bool,
 ) -> tuple[Tensor, Tensor | None, KeyStatistics]:
-    """The read step by chunks. Arguments as for `curvature_conditioned_query_reference`; the query comes back in the dtype of q."""
+    """The read step by chunks: as `curvature_conditioned_query_reference`, but the query has the dtype of q."""
     kept = accumulation_dtype(q.dtype)
     if boundaries is not None:
         layout = ChunkLayout.packed(boundaries, CHUNK, q.device)

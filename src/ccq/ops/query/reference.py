@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,9 @@ def curvature_conditioned_query_reference(
         r = M q / t - (m / t) ((m / t) . q)        the second term only if centred
         y = q - gate * r
 
-    q, k [B, T, H, D]; gate [B, T, H]; mask [B, T] bool; boundaries: the N + 1 document boundaries of packed input. Returns the query
-    and the correction r, both [B, T, H, D] in the accumulation dtype, and the statistics after the last token.
+    q, k [B, T, H, D]; gate [B, T, H]; mask [B, T] bool; boundaries: the N + 1 document boundaries of packed input.
+    Returns the query and the correction r, both [B, T, H, D] in the accumulation dtype, and the statistics after the
+    last token.
     """
     if boundaries is not None:
         documents = [
@@ -52,13 +55,13 @@ def curvature_conditioned_query_reference(
                 normalize=normalize,
                 centred=centred,
             )
-            for n, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+            for n, (start, end) in enumerate(itertools.pairwise(boundaries))
         ]
         if not documents:
             return q.to(statistics.total.dtype), q.to(statistics.total.dtype), statistics
-        queries, corrections, finals = zip(*documents, strict=True)
+        document_queries, document_corrections, finals = zip(*documents, strict=True)
         joined = KeyStatistics(*(torch.cat(fields) for fields in zip(*finals, strict=True)))
-        return torch.cat(queries, 1), torch.cat(corrections, 1), joined
+        return torch.cat(document_queries, 1), torch.cat(document_corrections, 1), joined
 
     kept = accumulation_dtype(q.dtype)
     real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask

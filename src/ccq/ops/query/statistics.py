@@ -17,7 +17,7 @@ class KeyStatistics(NamedTuple):
     """[N, H, D, D] float32 (float64 for float64 input): the sum of k k^T, symmetric."""
     total: Tensor
     """[N, H, D], same dtype: the sum of k."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a field, not the method of tuple
     """[N] int64: how many real (unpadded) tokens the sequence has had."""
 
     @classmethod
@@ -32,7 +32,7 @@ class KeyStatistics(NamedTuple):
 
 
 def check_statistics(statistics: KeyStatistics, sequences: int, like: Tensor) -> None:
-    """`statistics` must belong to this many sequences, with the heads, key size, device and accumulation dtype of `like` [B, T, H, D]."""
+    """`statistics` must belong to this many sequences and fit `like` [B, T, H, D] in heads, size, dtype and device."""
     if not isinstance(statistics, KeyStatistics):
         raise TypeError(
             f"statistics must be a KeyStatistics, as an earlier call returned it; got {type(statistics).__name__}"
