@@ -1,0 +1,6 @@
+"""`ccq compare`: train arms on the same data with the same seeds, evaluate them, and report them side by side."""
+
+from ccq.compare.run import compare
+from ccq.compare.settings import PRESETS, CompareSettings, compare_preset
+
+__all__ = ["PRESETS", "CompareSettings", "compare", "compare_preset"]

@@ -1,0 +1,50 @@
+"""Checkpoints: everything a run needs to go on exactly where it was, in one file that is whole or absent."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ccq.files import write_bytes_atomically
+
+FORMAT = "ccq-checkpoint/1"
+
+
+class Checkpoint(NamedTuple):
+    """The state of a training run after `step` optimizer steps."""
+
+    step: int
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    curve: list[dict[str, Any]]
+    seconds: float
+    """Time spent in training so far, interruptions left out."""
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Replace the checkpoint at `path`; a kill leaves the old one or the new one."""
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, **checkpoint._asdict()}, buffer)
+    write_bytes_atomically(path, buffer.getvalue())
+
+
+def load_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint at `path`, or None where there is none.
+
+    Raises:
+        ValueError: the file is damaged or is not a checkpoint of this version.
+    """
+    if not path.exists():
+        return None
+    remedy = "delete it to train this model again from the start"
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is damaged and cannot be resumed from ({error}); {remedy}") from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not a checkpoint of this version of ccq, {FORMAT}; {remedy}")
+    return Checkpoint(**content)
