@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ccq {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
+    _add_bench(commands)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
@@ -78,6 +79,50 @@ def _compare(parsed: argparse.Namespace) -> int:
         return 1
     console.print(comparison_table(results))
     console.print(f"Report: {parsed.out / 'report.html'}")
+    return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure speed and numerical error")
+    subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
+    operator = subjects.add_parser(
+        "operator",
+        help="read step and write rules on a CPU",
+        description="Times forward + backward of each function in turn in one process, beside causal "
+        "scaled_dot_product_attention of the same shape, and measures the error of the correction against float64.",
+    )
+    for name, value in (("rows", 4), ("tokens", 512), ("heads", 4), ("size", 64)):
+        operator.add_argument(f"--{name}", type=_positive, default=value, metavar="N", help=f"default {value}")
+    operator.add_argument("--threads", type=_positive, metavar="N", help="default: one a processor core")
+    operator.add_argument("--repeats", type=_positive, default=50, metavar="N", help="default 50")
+    operator.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
+    operator.set_defaults(run=_bench_operator)
+
+
+def _bench_operator(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ccq.bench.machine import cores
+    from ccq.bench.operator import Shape, bench_operator
+    from ccq.files import write_json_atomically
+
+    console = Console()
+    shape = Shape(parsed.rows, parsed.tokens, parsed.heads, parsed.size)
+    threads = cores() if parsed.threads is None else parsed.threads
+    with console.status("Measuring"):
+        figures = bench_operator(shape, threads=threads, repeats=parsed.repeats)
+    times = Table("function", "forward ms", "forward + backward ms", "quartiles", "ratio", box=None)
+    for row in figures["times"]:
+        quartiles = f"{row['lower_quartile_ms']:.2f} - {row['upper_quartile_ms']:.2f}"
+        numbers = (f"{row['forward_ms']:.2f}", f"{row['forward_backward_ms']:.2f}", quartiles, f"{row['ratio']:.2f}")
+        times.add_row(row["function"], *numbers)
+    errors = Table("dtype", "largest relative error of the correction", "at", box=None)
+    for row in figures["errors"]:
+        errors.add_row(row["dtype"], f"{row['largest_relative_error']:.1e}", row["at"])
+    console.print(times, errors)
+    if parsed.out is not None:
+        write_json_atomically(parsed.out, figures)
     return 0
 
 

@@ -18,7 +18,7 @@ Build = Callable[..., dict[str, Any]]
 class _Page(HTMLParser):
     """Text by section id, table rows, and every attribute and style the page has."""
 
-    VOID = {"meta", "br", "link", "img", "hr", "input"}
+    VOID = frozenset({"meta", "br", "link", "img", "hr", "input"})
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)

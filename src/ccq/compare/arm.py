@@ -92,11 +92,12 @@ def _train_and_evaluate(
 ) -> None:
     own = folder.arm(arm, seed)
     own.mkdir(parents=True, exist_ok=True)
-    tokens, vocabulary = folder.tokens(), folder.tokenizer().needle_vocabulary
+    tokens, tokenizer = folder.tokens(), folder.tokenizer()
+    vocabulary = tokenizer.needle_vocabulary
     checkpoint = own / "checkpoint.pt"
     config = settings.train
     trained = train(
-        settings.model_config(arm),
+        settings.model_config(arm, tokenizer.vocabulary_size),
         config,
         tokens.train,
         vocabulary,

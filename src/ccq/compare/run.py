@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
-import os
-import platform
 import queue
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ccq import __version__
+from ccq.bench.machine import cores, environment
 from ccq.compare.arm import ArmEvent, arm_is_done, read_arm_result, run_arm
 from ccq.compare.folder import RunFolder
 from ccq.compare.settings import CompareSettings
@@ -62,18 +59,13 @@ def compare(
         else:
             with console.status("Reading the text and training the tokenizer"):
                 folder.prepare(settings)
-            _run_arms(folder, settings, _cores() if jobs is None else jobs, console)
+            _run_arms(folder, settings, cores() if jobs is None else jobs, console)
             with console.status("Measuring the speed of the arms in turn"):
                 results = _collect(folder, settings)
             write_results(folder.results, results)
         write_report(results, folder.report)
         figure_png(results, folder.figure)
     return results
-
-
-def _cores() -> int:
-    """Processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_arms(folder: RunFolder, settings: CompareSettings, jobs: int, console: Console) -> None:
@@ -171,16 +163,7 @@ def _collect(folder: RunFolder, settings: CompareSettings) -> CompareResults:
         "name": folder.path.resolve().name,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "settings": settings.to_dict(),
-        "environment": {
-            "ccq": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": _cores(),
-            "threads_per_run": 1,
-            "device": "cpu",
-        },
+        "environment": environment(threads=1),
         "corpus": folder.corpus(),
         "tokenizer": {"vocabulary": tokenizer.vocabulary_size, "sha256": tokenizer.sha256},
         "needle_task": {
@@ -211,14 +194,3 @@ def _pairs(runs: list[RunResult], settings: CompareSettings) -> list[PairResult]
         for metric in ("needle accuracy", "perplexity")
         for length in settings.lengths
     ]
-
-
-def _processor() -> str:
-    """The name of the processor; `platform` knows it on few systems only."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

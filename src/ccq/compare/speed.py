@@ -36,13 +36,13 @@ def measure_speeds(folder: RunFolder, settings: CompareSettings) -> dict[str, tu
 
 def _measure(folder: RunFolder, settings: CompareSettings) -> dict[str, tuple[float, DecodeResult]]:
     config = settings.train
-    length = config.training_length
+    stage = config.stages[-1]
     batch = training_batch(
         folder.tokens().train,
         seed=0,
         step=0,
-        batch_size=config.batch_size,
-        length=length,
+        batch_size=stage.batch_size,
+        length=stage.length,
         vocabulary=folder.tokenizer().needle_vocabulary,
         needles=config.needles,
     )
@@ -65,7 +65,7 @@ def _measure(folder: RunFolder, settings: CompareSettings) -> dict[str, tuple[fl
             "tokens_per_second": 1 / token,
             "milliseconds_per_token": 1000 * token,
         }
-        speeds[arm] = (config.batch_size * length / _median(step_seconds[arm]), decode)
+        speeds[arm] = (stage.batch_size * stage.length / _median(step_seconds[arm]), decode)
     return speeds
 
 

@@ -8,6 +8,7 @@ imported inside the functions.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import xml.etree.ElementTree as ElementTree
@@ -342,7 +343,7 @@ def _mark_lengths(axes: Axes, results: CompareResults) -> None:
     )
     changes = [
         ((before["tokens"] + after["tokens"]) / 2, after["length"])
-        for before, after in zip(curve, curve[1:], strict=False)
+        for before, after in itertools.pairwise(curve)
         if before["length"] != after["length"]
     ]
     if not changes:

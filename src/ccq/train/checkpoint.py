@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +42,11 @@ def load_checkpoint(path: Path) -> Checkpoint | None:
     remedy = "delete it to train this model again from the start"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is damaged and cannot be resumed from ({error}); {remedy}") from error
+    except OSError:
+        raise
+    except Exception as error:  # damaged bytes make the unpickler raise errors of any kind
+        # torch's own message advises loading without its safety check; it is no advice for a damaged file.
+        raise ValueError(f"{path} is damaged or is not a checkpoint; {remedy}") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of this version of ccq, {FORMAT}; {remedy}")
     return Checkpoint(**content)

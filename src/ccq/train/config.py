@@ -12,6 +12,8 @@ class Stage:
 
     length: int
     """Tokens in a window."""
+    batch_size: int
+    """Windows in a step."""
     steps: int
     """Optimizer steps at this length."""
 
@@ -22,8 +24,6 @@ class TrainConfig:
 
     stages: tuple[Stage, ...]
     """Lengths in the order in which they are trained; the last one is the training length."""
-    batch_size: int = 8
-    """Windows in a step. Small batches: recall appears after a number of steps more than of tokens."""
     needles: int = 4
     """Statements in a window, all of them asked."""
     learning_rate: float = 3e-3
@@ -45,9 +45,9 @@ class TrainConfig:
         if not self.stages:
             raise ValueError("stages is empty; give at least one Stage(length, steps)")
         for stage in self.stages:
-            if stage.length < 2 or stage.steps < 1:
-                raise ValueError(f"a stage needs a length of at least 2 and at least 1 step, got {stage}")
-        for name in ("batch_size", "needles", "log_every"):
+            if stage.length < 2 or stage.batch_size < 1 or stage.steps < 1:
+                raise ValueError(f"a stage needs a length of at least 2, and at least 1 window and 1 step, got {stage}")
+        for name in ("needles", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "gradient_clip"):
@@ -66,20 +66,29 @@ class TrainConfig:
     @property
     def tokens(self) -> int:
         """Tokens read in all."""
-        return sum(stage.steps * stage.length for stage in self.stages) * self.batch_size
+        return self.tokens_before(self.steps)
 
     @property
     def training_length(self) -> int:
         """Window length of the last stage."""
         return self.stages[-1].length
 
-    def length_at(self, step: int) -> int:
-        """Window length of step `step`, counted from 0."""
+    def stage_at(self, step: int) -> Stage:
+        """The stage of step `step`, counted from 0."""
         for stage in self.stages:
             if step < stage.steps:
-                return stage.length
+                return stage
             step -= stage.steps
-        return self.training_length
+        return self.stages[-1]
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens read in the first `step` steps."""
+        tokens = 0
+        for stage in self.stages:
+            steps = min(step, stage.steps)
+            tokens += steps * stage.batch_size * stage.length
+            step -= steps
+        return tokens
 
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""

@@ -121,7 +121,6 @@ def train(
 
     model.train()
     started = last_saved = time.perf_counter()
-    tokens_done = sum(config.length_at(i) for i in range(step)) * config.batch_size
 
     def save() -> None:
         if checkpoint is not None:
@@ -129,20 +128,19 @@ def train(
             save_checkpoint(checkpoint, Checkpoint(step, model.state_dict(), optimizer.state_dict(), curve, spent))
 
     while step < config.steps:
-        length = config.length_at(step)
+        stage = config.stage_at(step)
         batch = training_batch(
             tokens,
             seed=seed,
             step=step,
-            batch_size=config.batch_size,
-            length=length,
+            batch_size=stage.batch_size,
+            length=stage.length,
             vocabulary=vocabulary,
             needles=config.needles,
         )
         _set_learning_rate(optimizer.param_groups, config.learning_rate_at(step))
         text_loss, answer_loss, norm = training_step(model, optimizer, batch, config)
         step += 1
-        tokens_done += config.batch_size * length
         if not torch.isfinite(text_loss + answer_loss + norm):
             raise FloatingPointError(
                 f"the loss is not finite at step {step} (text {text_loss:.4g}, answers {answer_loss:.4g}, gradient "
@@ -152,8 +150,8 @@ def train(
             curve.append(
                 {
                     "step": step,
-                    "tokens": tokens_done,
-                    "length": length,
+                    "tokens": config.tokens_before(step),
+                    "length": stage.length,
                     "loss": (text_loss + answer_loss).item(),
                     "text_loss": text_loss.item(),
                     "answer_loss": answer_loss.item(),

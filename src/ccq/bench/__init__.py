@@ -1,0 +1,1 @@
+"""Measurements of speed and of numerical error; their figures go to benchmarks/results with machine and versions."""

@@ -1,0 +1,76 @@
+"""Gate and correction of a model against the covariance written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ccq.analysis import measure_reads
+from ccq.models.modeling import CausalLanguageModel
+from ccq.models.observation import observe_reads
+from ccq.models.presets import preset
+from ccq.train import initial_model
+
+
+def model_of(arm: str, **changes: object) -> CausalLanguageModel:
+    return initial_model(preset("tiny", arm, vocab_size=64, **changes), 0)
+
+
+def test_correction_is_the_covariance_of_the_keys_times_the_query() -> None:
+    """A fixed gate and one layer: keys and queries are recomputed from the weights."""
+    model = model_of("gla+ccq", gate=0.5, num_layers=1).double()
+    tokens = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(0))
+    measured = measure_reads(model, tokens, batch_size=2)
+    assert measured is not None
+    layer = model.model.layers[0]
+    x = layer.attn_norm(model.model.embeddings(tokens))
+    q, k = (
+        convolution(projection(x))[0].view(3, 12, 2, 32)
+        for projection, convolution in (
+            (layer.attn.q_proj, layer.attn.q_conv1d),
+            (layer.attn.k_proj, layer.attn.k_conv1d),
+        )
+    )
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    sizes = []
+    for row in range(3):
+        for i in range(12):
+            for head in range(2):
+                sigma = torch.cov(k[row, : i + 1, head].T, correction=0)
+                query = q[row, i, head]
+                sizes.append(0.5 * (sigma @ query).norm() / query.norm())
+    assert measured.correction["relative_size"] == pytest.approx(torch.stack(sizes).mean().item(), rel=1e-5)
+    assert measured.correction["by_layer"] == [pytest.approx(measured.correction["relative_size"])]
+    assert measured.gate["mean"] == pytest.approx(0.5)
+
+
+def test_gate_figures_count_every_token_layer_and_head() -> None:
+    model = model_of("gated-deltanet+ccq")
+    with torch.no_grad():
+        for layer, read in enumerate(model.read_steps()):
+            read.gate_bias.copy_(torch.tensor([-1.0, 2.0]) + layer)
+    tokens = torch.randint(0, 64, (5, 9), generator=torch.Generator().manual_seed(0))
+    measured = measure_reads(model, tokens, batch_size=2)
+    assert measured is not None
+    expected = torch.sigmoid(torch.tensor([[-1.0, 2.0], [0.0, 3.0]]))
+    assert torch.allclose(torch.tensor(measured.gate["by_layer_and_head"]), expected)
+    assert measured.gate["by_layer"] == pytest.approx(expected.mean(1).tolist())
+    assert measured.gate["mean"] == pytest.approx(expected.mean().item())
+    counts = enumerate(measured.gate["histogram"]["counts"])
+    assert {bin: count for bin, count in counts if count} == {int(50 * gate): 5 * 9 for gate in expected.flatten()}
+
+
+def test_an_arm_without_a_read_step_has_no_figures() -> None:
+    assert measure_reads(model_of("gla"), torch.zeros(1, 4, dtype=torch.int64)) is None
+
+
+def test_observers_are_put_back() -> None:
+    model = model_of("gla+ccq")
+    read = model.read_steps()[0]
+    seen: list[object] = []
+    read.observer = seen.append
+    with pytest.raises(RuntimeError), observe_reads(model):
+        raise RuntimeError
+    assert read.observer is not None
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert len(seen) == 1

@@ -1,0 +1,52 @@
+"""The command line: what it prints for wrong input, and that it runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ccq import __version__
+from ccq.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "tinny"], r"ccq: unknown preset 'tinny' \(did you mean 'tiny'\?\); accepted: tiny, smoke"),
+        (["--arms", "gla,mamba"], "ccq: unknown arm 'mamba'.*gla, gla.ccq, gated-deltanet, gated-deltanet.ccq"),
+        (["--text", "/no/such/folder"], "ccq: .*folder /no/such/folder: it does not exist"),
+    ],
+)
+def test_wrong_input_ends_with_one_clear_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--out", str(tmp_path / "run"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare"], "required: --out"),
+        (["compare", "--out", "x", "--seeds", "0"], "a whole number of at least 1 is needed, got '0'"),
+        (["compare", "--out", "x", "--sedes", "2"], "unrecognized arguments: --sedes 2"),
+        (["train"], "invalid choice: 'train'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"ccq {__version__}\n"
