@@ -333,6 +333,17 @@ def test_nothing_in_the_padding_spreads(backend: str, garbage: float) -> None:
             assert_close(name, found[name], value, EXACT, floor=FLOOR)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_autocast_around_the_call_rounds_nothing(backend: str) -> None:
+    case = make_case(2, 70, 2, 8).to(torch.float32)
+    plain = run(case, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = run(case, backend=backend)
+    # Backward passes of the recurrence are autograd's own, and a backward pass under autocast is the caller's mistake.
+    names = plain if backend == "torch" else ("query", "correction", "second_moment", "total", "count")
+    compare({name: rounded[name] for name in names}, {name: plain[name] for name in names}, 1e-6)
+
+
 def test_views_and_expanded_tensors_are_read_right() -> None:
     packed = torch.randn(2, 70, 2, 3 * 8, dtype=torch.float64)
     q, k, _ = packed.split(8, dim=-1)

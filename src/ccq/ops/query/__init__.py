@@ -104,24 +104,26 @@ def curvature_conditioned_query(
     else:
         check_statistics(statistics, sequences, q)
 
-    if backend == "reference":
-        query, correction, last = curvature_conditioned_query_reference(
-            q, k, gate, statistics, mask=mask, boundaries=boundaries, normalize=normalize, centred=centred
+    # Sums of a float32 state must not be rounded by an autocast around the model.
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "reference":
+            query, correction, last = curvature_conditioned_query_reference(
+                q, k, gate, statistics, mask=mask, boundaries=boundaries, normalize=normalize, centred=centred
+            )
+            return CurvatureConditionedQueryResult(query.to(q.dtype), correction if return_correction else None, last)
+        return CurvatureConditionedQueryResult(
+            *chunked_curvature_conditioned_query(
+                q,
+                k,
+                gate,
+                statistics,
+                mask=mask,
+                boundaries=boundaries,
+                normalize=normalize,
+                centred=centred,
+                return_correction=return_correction,
+            )
         )
-        return CurvatureConditionedQueryResult(query.to(q.dtype), correction if return_correction else None, last)
-    return CurvatureConditionedQueryResult(
-        *chunked_curvature_conditioned_query(
-            q,
-            k,
-            gate,
-            statistics,
-            mask=mask,
-            boundaries=boundaries,
-            normalize=normalize,
-            centred=centred,
-            return_correction=return_correction,
-        )
-    )
 
 
 def _check_gate(gate: Tensor | float, q: Tensor) -> Tensor:

@@ -128,75 +128,81 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy: Tensor | None, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        (
-            query,
-            key,
-            strength,
-            q_reciprocal,
-            k_reciprocal,
-            s,
-            a,
-            moments,
-            totals,
-            reciprocal_count,
-            real,
-            correction,
-        ) = ctx.saved_tensors
-        layout, centred = ctx.layout, ctx.centred
-        sequences, kept = layout.sequences, query.dtype
-        heads, size = query.shape[1], query.shape[3]
-        dy = torch.zeros_like(query) if dy is None else layout.split(dy.to(kept))
-        if real is not None:
-            dy = torch.where(real, dy, 0)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return _backward(ctx, *gradients)
 
-        if correction is None:
-            # Sigma dy gives both gradients that reach q and the gate; scores and means of p = -lambda dy follow.
-            u, z, c = _covariance_times(dy, key, moments, totals, reciprocal_count, centred)
-            d_gate = torch.linalg.vecdot(query, u).neg_()
-            d_query = torch.addcmul(dy, strength, u, value=-1)
-            p, scale = dy, -strength * reciprocal_count
-        else:
-            d_gate = torch.linalg.vecdot(dy, correction).neg_()
-            p = torch.mul(dy, -strength)
-            if dr is not None:
-                p += layout.split(dr.to(kept)) if real is None else torch.where(real, layout.split(dr.to(kept)), 0)
-            u, z, c = _covariance_times(p, key, moments, totals, reciprocal_count, centred)
-            d_query = dy + u
-            scale = reciprocal_count
-        # From here on p, z and c carry the factor 1 / t.
-        p, z = p * scale, z.mul_(scale)
 
-        spread = torch.matmul(p.mT, query)
-        start = key.new_zeros(sequences, heads, size, size) if d_moment is None else d_moment + d_moment.mT
-        w, first = layout.suffix_sums(spread + spread.mT, start)
-        d_key = torch.matmul(key, w)
-        flat = d_key.view(-1, *d_key.shape[2:])
-        flat.baddbmm_(s.mT.flatten(0, 1), p.flatten(0, 1))
-        flat.baddbmm_(z.mT.flatten(0, 1), query.flatten(0, 1))
-        lean = key.new_zeros(key.shape[0], heads, 1, size)
-        if c is not None:
-            lean = torch.matmul(a.mT, p).add_(torch.matmul(c.mul_(scale).mT, query))
-        lean_start = key.new_zeros(sequences, heads, 1, size) if d_total is None else -d_total.unsqueeze(-2)
-        lean, lean_first = layout.suffix_sums(lean, lean_start)
-        d_key.sub_(lean)
+def _backward(
+    ctx: Any, dy: Tensor | None, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The closed forms of the module's description."""
+    (
+        query,
+        key,
+        strength,
+        q_reciprocal,
+        k_reciprocal,
+        s,
+        a,
+        moments,
+        totals,
+        reciprocal_count,
+        real,
+        correction,
+    ) = ctx.saved_tensors
+    layout, centred = ctx.layout, ctx.centred
+    sequences, kept = layout.sequences, query.dtype
+    heads, size = query.shape[1], query.shape[3]
+    dy = torch.zeros_like(query) if dy is None else layout.split(dy.to(kept))
+    if real is not None:
+        dy = torch.where(real, dy, 0)
 
-        if q_reciprocal is not None:
-            d_query = _normalize_backward(d_query, query, q_reciprocal)
-            d_key = _normalize_backward(d_key, key, k_reciprocal)
-        if real is not None:
-            d_query, d_key = torch.where(real, d_query, 0), torch.where(real, d_key, 0)
-        q_dtype, k_dtype, gate_dtype = ctx.dtypes
-        return (
-            layout.merge(d_query).to(q_dtype),
-            layout.merge(d_key).to(k_dtype),
-            layout.merge_scalar(d_gate).to(gate_dtype),
-            first / 2,
-            -lean_first.squeeze(-2),
-            *(None,) * 6,
-        )
+    if correction is None:
+        # Sigma dy gives both gradients that reach q and the gate; scores and means of p = -lambda dy follow.
+        u, z, c = _covariance_times(dy, key, moments, totals, reciprocal_count, centred)
+        d_gate = torch.linalg.vecdot(query, u).neg_()
+        d_query = torch.addcmul(dy, strength, u, value=-1)
+        p, scale = dy, -strength * reciprocal_count
+    else:
+        d_gate = torch.linalg.vecdot(dy, correction).neg_()
+        p = torch.mul(dy, -strength)
+        if dr is not None:
+            p += layout.split(dr.to(kept)) if real is None else torch.where(real, layout.split(dr.to(kept)), 0)
+        u, z, c = _covariance_times(p, key, moments, totals, reciprocal_count, centred)
+        d_query = dy + u
+        scale = reciprocal_count
+    # From here on p, z and c carry the factor 1 / t.
+    p, z = p * scale, z.mul_(scale)
+
+    spread = torch.matmul(p.mT, query)
+    start = key.new_zeros(sequences, heads, size, size) if d_moment is None else d_moment + d_moment.mT
+    w, first = layout.suffix_sums(spread + spread.mT, start)
+    d_key = torch.matmul(key, w)
+    flat = d_key.view(-1, *d_key.shape[2:])
+    flat.baddbmm_(s.mT.flatten(0, 1), p.flatten(0, 1))
+    flat.baddbmm_(z.mT.flatten(0, 1), query.flatten(0, 1))
+    lean = key.new_zeros(key.shape[0], heads, 1, size)
+    if c is not None:
+        lean = torch.matmul(a.mT, p).add_(torch.matmul(c.mul_(scale).mT, query))
+    lean_start = key.new_zeros(sequences, heads, 1, size) if d_total is None else -d_total.unsqueeze(-2)
+    lean, lean_first = layout.suffix_sums(lean, lean_start)
+    d_key.sub_(lean)
+
+    if q_reciprocal is not None:
+        d_query = _normalize_backward(d_query, query, q_reciprocal)
+        d_key = _normalize_backward(d_key, key, k_reciprocal)
+    if real is not None:
+        d_query, d_key = torch.where(real, d_query, 0), torch.where(real, d_key, 0)
+    q_dtype, k_dtype, gate_dtype = ctx.dtypes
+    return (
+        layout.merge(d_query).to(q_dtype),
+        layout.merge(d_key).to(k_dtype),
+        layout.merge_scalar(d_gate).to(gate_dtype),
+        first / 2,
+        -lean_first.squeeze(-2),
+        *(None,) * 6,
+    )
 
 
 def chunked_curvature_conditioned_query(
