@@ -1,0 +1,128 @@
+"""Gated DeltaNet as a layer (Yang et al., arXiv:2412.06464), with or without a read step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ccq.nn.conv import ShortConvolution
+from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, split_heads
+from ccq.nn.norm import RMSNormGated
+from ccq.nn.read import CurvatureConditionedQuery
+from ccq.ops.checks import accumulation_dtype
+from ccq.ops.gated_delta_rule import gated_delta_rule
+from ccq.ops.query import l2_normalize
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention whose memory decays by a factor per head and token and corrects, rather than adds to, what it
+    holds for a key.
+
+    Names and shapes of the parameters are those of flash-linear-attention's layer of this name (its read step,
+    `read`, has no counterpart there). Queries and keys are unit vectors with and without a read step, so keeping the
+    length of the query changes nothing here.
+
+    read
+        None leaves the backbone as it is.
+    conv_size
+        The kernel size of the causal convolutions on q, k and v.
+    max_a, dt_min, dt_max
+        The decay at the start: log decay = -A * softplus(a_proj(x) + dt_bias), with A uniform in (0, max_a] and
+        softplus(dt_bias) log-uniform in [dt_min, dt_max]. The defaults are flash-linear-attention's; small models
+        learn recall from slower decay only.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        value_head_dim: int,
+        *,
+        read: CurvatureConditionedQuery | None = None,
+        conv_size: int = 4,
+        max_a: float = 16.0,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        if not max_a > 0 or not 0 < dt_min <= dt_max:
+            raise ValueError(
+                f"max_a must be above 0 and 0 < dt_min <= dt_max; got max_a={max_a}, dt_min={dt_min}, dt_max={dt_max}"
+            )
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        key_size, value_size = num_heads * head_dim, num_heads * value_head_dim
+        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        # 1 - rand is in (0, 1], so the logarithm is finite.
+        self.A_log = nn.Parameter(torch.log(max_a * (1 - torch.rand(num_heads))))
+        dt = torch.exp(torch.rand(num_heads) * math.log(dt_max / dt_min) + math.log(dt_min))
+        # The inverse of softplus.
+        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self.q_conv1d = ShortConvolution(key_size, conv_size)
+        self.k_conv1d = ShortConvolution(key_size, conv_size)
+        self.v_conv1d = ShortConvolution(value_size, conv_size)
+        self.g_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.o_norm = RMSNormGated(value_head_dim, eps=norm_eps)
+        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+        self.read = check_read(read, num_heads, head_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: MixerState | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> MixerOutput:
+        """x [B, T, hidden], mask [B, T] (1 = real token), cu_seqlens [N + 1] (packed documents, B = 1) -> output [B,
+        T, hidden] and state.
+
+        Training, prefill and decode are this one call; `state` continues the sequences where an earlier call left them.
+        """
+        check_call(x, self.hidden_size, self.read, state, mask, cu_seqlens)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        (presplit_query, k, v), convolution = convolve(convolutions, inputs, state, mask, cu_seqlens)
+        # One normalisation for the read step and the write rule; the query is not normalised again behind the read
+        # step.
+        q = l2_normalize(split_heads(presplit_query, self.num_heads))
+        k = l2_normalize(split_heads(k, self.num_heads))
+        v = split_heads(v, self.num_heads)
+        dtype = accumulation_dtype(x.dtype)
+        log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
+        beta = torch.sigmoid(self.b_proj(x).to(dtype))
+
+        statistics = None
+        if self.read is not None:
+            q, statistics = self.read(
+                q,
+                k,
+                presplit_query=presplit_query,
+                statistics=None if state is None else state.statistics,
+                mask=mask,
+                cu_seqlens=cu_seqlens,
+                normalized=True,
+            )
+        output, memory = gated_delta_rule(
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            log_decay,
+            beta,
+            state=None if state is None else state.memory,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+        )
+        output = self.o_norm(output, split_heads(self.g_proj(x), self.num_heads))
+        return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))

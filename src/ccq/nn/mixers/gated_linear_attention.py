@@ -1,0 +1,111 @@
+"""Gated linear attention as a layer (Yang et al., arXiv:2312.06635), with or without a read step."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ccq.nn.conv import ShortConvolution
+from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, split_heads
+from ccq.nn.norm import RMSNormGated
+from ccq.nn.read import CurvatureConditionedQuery
+from ccq.ops.checks import accumulation_dtype
+from ccq.ops.gla import gated_linear_attention
+
+
+class GatedLinearAttention(nn.Module):
+    """Linear attention whose memory decays by a learned factor per key channel and token.
+
+    Names and shapes of the parameters are those of flash-linear-attention's layer of this name (its read step,
+    `read`, has no counterpart there).
+
+    read
+        None leaves the backbone as it is, with raw queries. With a read step the queries are unit vectors, unless it
+        keeps their length.
+    short_convolution
+        The kernel size of causal convolutions on q, k and v, or None for none.
+    gate_low_rank_dim
+        The inner size of the projection that gives the decay.
+    gate_logit_normalizer
+        log decay = logsigmoid(..) / gate_logit_normalizer: the larger, the longer the memory at the start.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        value_head_dim: int,
+        *,
+        read: CurvatureConditionedQuery | None = None,
+        short_convolution: int | None = None,
+        gate_low_rank_dim: int = 16,
+        gate_logit_normalizer: float = 16,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.gate_logit_normalizer = gate_logit_normalizer
+        key_size, value_size = num_heads * head_dim, num_heads * value_head_dim
+        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.g_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.has_convolution = short_convolution is not None
+        if short_convolution is not None:
+            self.q_conv1d = ShortConvolution(key_size, short_convolution)
+            self.k_conv1d = ShortConvolution(key_size, short_convolution)
+            self.v_conv1d = ShortConvolution(value_size, short_convolution)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, key_size)
+        )
+        self.g_norm_swish_gate = RMSNormGated(value_head_dim, eps=norm_eps)
+        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+        self.read = check_read(read, num_heads, head_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: MixerState | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> MixerOutput:
+        """x [B, T, hidden], mask [B, T] (1 = real token), cu_seqlens [N + 1] (packed documents, B = 1) -> output [B,
+        T, hidden] and state.
+
+        Training, prefill and decode are this one call; `state` continues the sequences where an earlier call left them.
+        """
+        check_call(x, self.hidden_size, self.read, state, mask, cu_seqlens)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        convolution = None
+        if self.has_convolution:
+            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            (q, k, v), convolution = convolve(convolutions, (q, k, v), state, mask, cu_seqlens)
+        presplit_query = q
+        q, k, v = (split_heads(y, self.num_heads) for y in (q, k, v))
+        log_decay = self.gk_proj(x)
+        log_decay = F.logsigmoid(log_decay.to(accumulation_dtype(log_decay.dtype))) / self.gate_logit_normalizer
+
+        statistics = None
+        if self.read is not None:
+            q, statistics = self.read(
+                q,
+                k,
+                presplit_query=presplit_query,
+                statistics=None if state is None else state.statistics,
+                mask=mask,
+                cu_seqlens=cu_seqlens,
+            )
+        output, memory = gated_linear_attention(
+            q,
+            k,
+            v,
+            split_heads(log_decay, self.num_heads),
+            state=None if state is None else state.memory,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+        )
+        output = self.g_norm_swish_gate(output, split_heads(self.g_proj(x), self.num_heads))
+        return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))

@@ -1,0 +1,22 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)) (Shazeer, 2020), without biases; named as in
+    flash-linear-attention.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]"""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,179 @@
+"""The read step as a module: the gate, and the call of the operator with its key statistics.
+
+Legend: B rows, N sequences, T tokens, H heads, D key size per head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ccq.ops.checks import accumulation_dtype
+from ccq.ops.query import KeyStatistics, curvature_conditioned_query, l2_normalize
+
+GATE_FORMS = ("presplit", "head", "attached")
+# lambda at the start of training: second and first version of arXiv:2606.01294.
+_INITIAL_GATE = {"presplit": 0.01, "attached": 0.01, "head": 0.1}
+
+
+class ReadResult(NamedTuple):
+    """What a read step hands to the write rule and to its own next call."""
+
+    query: Tensor
+    """[B, T, H, D], in the dtype of q."""
+    statistics: KeyStatistics | None
+    """None while the correction is switched off."""
+
+
+class ReadObservation(NamedTuple):
+    """What an observer is shown at every call; detached from the graph."""
+
+    query: Tensor
+    """[B, T, H, D], the query before the correction, in the scale in which the operator reads it."""
+    gate: Tensor
+    """[B, T, H], lambda."""
+    correction: Tensor
+    """[B, T, H, D] float32 (float64 for float64 input): Sigma q before the gate; the query changes by -gate *
+    correction.
+    """
+    mask: Tensor | None
+    """[B, T] as it was passed in: which tokens are real."""
+
+
+class CurvatureConditionedQuery(nn.Module):
+    """y = q - lambda Sigma q: Sigma the covariance of the keys seen so far (arXiv:2606.01294), lambda from a gate.
+
+    gate
+        "presplit": sigmoid(linear(query before the head split)), one value per token and head; weight zero, bias
+        logit(0.01): the second version of the paper. The paper leaves open which tensor that is; here it is the one
+        that is about to be split, behind the short convolution and its SiLU where there is one.
+
+        "head": sigmoid(linear(unit query of the head)), weight zero, bias logit(0.1): the first version of the paper.
+
+        "attached": scale * sigmoid(as "presplit"), with a learned scale per head that starts at 0, so that attaching
+        the read step to a trained model changes nothing at first.
+
+        A number: a fixed lambda. It owns no parameters and leaves nothing in the state dict. Any finite number will do.
+    centred
+        False reads with the second moment in place of the covariance.
+    keep_length
+        False returns contracted unit queries, as in the paper. True keeps the length of q: |q| times the contracted
+        unit query.
+
+    `enabled = False` switches the correction off: no statistics are kept, and the query is normalised as the model
+    was trained with.
+    `observer`, if set, is called with a `ReadObservation` at every call.
+
+    The parameters are set to constants and draw from no random stream, so that a model with a read step starts from
+    the same weights as one without.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        gate: str | float = "presplit",
+        centred: bool = True,
+        keep_length: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.gate = check_gate(gate)
+        self.centred = centred
+        self.keep_length = keep_length
+        self.enabled = True
+        self.observer: Callable[[ReadObservation], None] | None = None
+        if isinstance(self.gate, str):
+            inputs = head_dim if self.gate == "head" else num_heads * head_dim
+            start = _INITIAL_GATE[self.gate]
+            self.gate_weight = nn.Parameter(torch.zeros(num_heads, inputs))
+            self.gate_bias = nn.Parameter(torch.full((num_heads,), math.log(start / (1 - start))))
+            # Weight decay alone would move lambda from 0.01 to nearly 0.5.
+            self.gate_bias._no_weight_decay = True  # type: ignore[attr-defined]
+        if self.gate == "attached":
+            self.gate_scale = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        presplit_query: Tensor,
+        statistics: KeyStatistics | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        normalized: bool = False,
+    ) -> ReadResult:
+        """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, and the statistics after
+        the last token.
+
+        statistics, mask [B, T] and cu_seqlens [N + 1] are those of `ccq.ops.query.curvature_conditioned_query`.
+        `normalized` says that q and k are unit vectors already (Gated DeltaNet): nothing is normalised again, and
+        lambda = 0 gives q bit for bit, as it does with `keep_length`.
+        """
+        query_as_given = normalized or self.keep_length
+        if not self.enabled:
+            return ReadResult(q if query_as_given else l2_normalize(q).to(q.dtype), None)
+        lam = self.gate_values(q, presplit_query, normalized=normalized)
+        dtype = q.dtype
+        if query_as_given and not normalized:
+            # The operator is linear in q: unit keys and a raw query give the length of q times the unit result.
+            q, k = q.to(accumulation_dtype(dtype)), l2_normalize(k)
+        result = curvature_conditioned_query(
+            q,
+            k,
+            lam,
+            statistics=statistics,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            normalize=not query_as_given,
+            centred=self.centred,
+            return_correction=self.observer is not None,
+        )
+        if self.observer is not None and result.correction is not None:
+            seen = q if query_as_given else l2_normalize(q)
+            gate = lam if isinstance(lam, Tensor) else seen.new_full(q.shape[:3], lam)
+            self.observer(ReadObservation(seen.detach(), gate.detach(), result.correction.detach(), mask))
+        return ReadResult(result.query.to(dtype), result.statistics)
+
+    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: bool = False) -> Tensor | float:
+        """lambda [B, T, H] in float32 (float64 for float64 input), or the fixed number."""
+        if not isinstance(self.gate, str):
+            return self.gate
+        dtype = accumulation_dtype(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
+            if self.gate == "head":
+                unit = q.to(dtype) if normalized else l2_normalize(q)
+                return torch.sigmoid(torch.einsum("bthd,hd->bth", unit, weight) + bias)
+            if presplit_query.shape != (*q.shape[:2], self.num_heads * self.head_dim):
+                raise ValueError(
+                    f"presplit_query must have shape [B, T, H * D] = {[*q.shape[:2], self.num_heads * self.head_dim]}, "
+                    f"got {list(presplit_query.shape)}"
+                )
+            gate = torch.sigmoid(F.linear(presplit_query.to(dtype), weight, bias))
+            return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, gate={self.gate!r}, centred={self.centred}, "
+            f"keep_length={self.keep_length}"
+        )
+
+
+def check_gate(gate: str | float) -> str | float:
+    """The form of a gate: one of `GATE_FORMS`, or a finite number for a fixed lambda."""
+    if isinstance(gate, str) and gate in GATE_FORMS:
+        return gate
+    if isinstance(gate, (int, float)) and not isinstance(gate, bool) and math.isfinite(gate):
+        return float(gate)
+    raise ValueError(
+        f"gate must be one of {', '.join(map(repr, GATE_FORMS))}, or a finite number for a fixed lambda; got {gate!r}"
+    )

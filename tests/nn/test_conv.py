@@ -1,0 +1,144 @@
+"""The short convolution against a loop over the tokens of each sequence, for every kind of input and every cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.helpers import assert_close
+from torch import Tensor
+
+from ccq.nn import ShortConvolution
+
+CHANNELS = 5
+
+
+def loop(weight: Tensor, x: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence x [T, C] behind its history [W - 1, C], token by token."""
+    width = weight.shape[-1]
+    seen = list(history) + list(x)
+    y = [F.silu(sum(weight[:, 0, i] * seen[t + i] for i in range(width))) for t in range(len(x))]
+    return torch.stack(y) if y else x, torch.stack(seen[len(seen) - width + 1 :]) if width > 1 else history
+
+
+def make(width: int) -> ShortConvolution:
+    return ShortConvolution(CHANNELS, width).double()
+
+
+def random_state(rows: int, width: int) -> Tensor:
+    return torch.randn(rows, width - 1, CHANNELS, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 9])
+def test_dense_equals_the_loop(width: int, tokens: int) -> None:
+    layer = make(width)
+    x, state = torch.randn(2, tokens, CHANNELS, dtype=torch.float64), random_state(2, width)
+    y, after = layer(x, state=state)
+    for row in range(2):
+        expected, last = loop(layer.weight, x[row], state[row])
+        assert_close("y", y[row], expected, 1e-14)
+        assert torch.equal(after[row], last)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_padding_is_skipped_wherever_it_lies(width: int) -> None:
+    """Left, right, both, none, nothing but padding, and fewer real tokens than the window is wide."""
+    spans = [(0, 7), (3, 7), (0, 4), (2, 5), (3, 4), (0, 0), (5, 7), (0, 1)]
+    layer = make(width)
+    mask = torch.zeros(len(spans), 7, dtype=torch.int64)
+    x = torch.randn(len(spans), 7, CHANNELS, dtype=torch.float64, requires_grad=True)
+    for row, (start, end) in enumerate(spans):
+        mask[row, start:end] = 1
+    for state in (None, random_state(len(spans), width)):
+        y, after = layer(x, state=state, mask=mask)
+        (x_gradient,) = torch.autograd.grad(y.square().sum() + after.sum(), x)
+        before = torch.zeros(len(spans), width - 1, CHANNELS, dtype=torch.float64) if state is None else state
+        results = [loop(layer.weight, x[r, a:b], before[r]) for r, (a, b) in enumerate(spans)]
+        (expected_gradient,) = torch.autograd.grad(sum(o.square().sum() + s.sum() for o, s in results), x)
+        for row, (start, end) in enumerate(spans):
+            assert_close("y", y[row, start:end], results[row][0], 1e-14)
+            assert torch.equal(after[row], results[row][1])
+        assert not y[mask == 0].any()
+        assert_close("dx", x_gradient, expected_gradient, 1e-13)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("boundaries", [[0, 3, 3, 4, 11, 11], [0, 0, 2], [0, 0, 0], [0], [0, 6]])
+def test_packed_documents_are_separate(width: int, boundaries: list[int]) -> None:
+    layer = make(width)
+    x = torch.randn(1, boundaries[-1], CHANNELS, dtype=torch.float64)
+    state = random_state(len(boundaries) - 1, width)
+    for before in (None, state):
+        y, after = layer(x, state=before, cu_seqlens=torch.tensor(boundaries))
+        assert y.shape == x.shape
+        assert after.shape == state.shape
+        for n, (start, end) in enumerate(pairwise(boundaries)):
+            history = torch.zeros_like(state[n]) if before is None else state[n]
+            expected, last = loop(layer.weight, x[0, start:end], history)
+            assert_close("y", y[0, start:end], expected, 1e-14)
+            assert torch.equal(after[n], last)
+
+
+@pytest.mark.parametrize("cut", range(10))
+def test_any_cut_gives_the_same_result(cut: int) -> None:
+    layer = ShortConvolution(CHANNELS)
+    x = torch.randn(2, 9, CHANNELS)
+    whole, last = layer(x)
+    first, state = layer(x[:, :cut])
+    second, after = layer(x[:, cut:], state=state)
+    assert_close("y", torch.cat((first, second), 1), whole, 1e-6)
+    assert torch.equal(after, last)
+
+
+def test_left_padded_prefill_then_decode_equals_each_row_alone() -> None:
+    layer = make(4)
+    x = torch.randn(3, 8, CHANNELS, dtype=torch.float64)
+    lengths = [1, 6, 3]
+    mask = torch.zeros(3, 6)
+    for row, length in enumerate(lengths):
+        mask[row, 6 - length :] = 1
+    y, state = layer(x[:, :6], mask=mask)
+    z, _ = layer(x[:, 6:], state=state)
+    for row, length in enumerate(lengths):
+        expected, _ = loop(layer.weight, x[row, 6 - length :], torch.zeros(3, CHANNELS, dtype=torch.float64))
+        assert_close("y", torch.cat((y[row, 6 - length :], z[row])), expected, 1e-14)
+
+
+def test_equals_torch_conv1d_with_its_gradients() -> None:
+    layer = ShortConvolution(CHANNELS)
+    x = torch.randn(2, 33, CHANNELS, requires_grad=True)
+    expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), layer.weight, groups=CHANNELS).mT)
+    upstream = torch.randn_like(expected)
+    y, _ = layer(x)
+    assert_close("y", y, expected, 1e-6)
+    ours = torch.autograd.grad(y, (x, layer.weight), upstream)
+    theirs = torch.autograd.grad(expected, (x, layer.weight), upstream)
+    for name, a, b in zip(("dx", "dweight"), ours, theirs, strict=True):
+        assert_close(name, a, b, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("state of another batch", r"state must have shape \[2, 3, 5\], got \[4, 3, 5\]"),
+        ("other channels", r"x must have shape \[B, T, 5\], got \[2, 6, 4\]"),
+        ("hole", "mask has a hole in row 0"),
+        ("boundaries", "must start at 0 and end at T = 6"),
+        ("both", "mask and cu_seqlens exclude each other"),
+    ],
+)
+def test_bad_input_is_named(kind: str, message: str) -> None:
+    layer, x = ShortConvolution(CHANNELS), torch.randn(2, 6, CHANNELS)
+    hole = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    calls = {
+        "state of another batch": lambda: layer(x, state=torch.zeros(4, 3, CHANNELS)),
+        "other channels": lambda: layer(x[..., :4]),
+        "hole": lambda: layer(x, mask=hole),
+        "boundaries": lambda: layer(x[:1], cu_seqlens=torch.tensor([0, 5])),
+        "both": lambda: layer(x[:1], mask=hole[1:], cu_seqlens=torch.tensor([0, 6])),
+    }
+    with pytest.raises(ValueError, match=message):
+        calls[kind]()
