@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| in float64 (Euclidean norms); only |actual - expected| where expected is zero."""
+    """|actual - expected| / |expected| in float64 (Euclidean norms); |actual| where expected is zero."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: got {list(actual.shape)}, expected {list(expected.shape)}")
     actual, expected = actual.detach().double(), expected.detach().double()

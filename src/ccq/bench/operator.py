@@ -136,6 +136,12 @@ def time_functions(shape: Shape, *, threads: int, repeats: int) -> list[dict[str
     return rows
 
 
+def _correction(q: Tensor, k: Tensor, backend: str) -> Tensor:
+    result = curvature_conditioned_query(q, k, 0.3, return_correction=True, backend=backend)
+    assert result.correction is not None
+    return result.correction
+
+
 def measure_errors() -> list[dict[str, Any]]:
     """Largest relative error of the correction, |r - exact| / |exact|, by dtype, over lengths and kinds of keys.
 
@@ -156,12 +162,8 @@ def measure_errors() -> list[dict[str, Any]]:
             }
             for kind, k in kinds.items():
                 given = q.to(dtype), k.to(dtype)
-                exact, actual = (
-                    curvature_conditioned_query(*inputs, 0.3, return_correction=True, backend=backend).correction
-                    for inputs, backend in (([x.double() for x in given], "reference"), (given, "torch"))
-                )
-                assert exact is not None
-                assert actual is not None
+                exact = _correction(given[0].double(), given[1].double(), "reference")
+                actual = _correction(given[0], given[1], "torch")
                 error = ((actual.double() - exact).norm() / exact.norm()).item()
                 if error > largest:
                     largest, where = error, f"{kind} keys, T {tokens}"

@@ -78,7 +78,9 @@ PRESETS: dict[str, CompareSettings] = {
     "tiny": CompareSettings(
         preset="tiny",
         model="tiny",
-        train=TrainConfig(stages=(Stage(32, 32, 450), Stage(64, 16, 250), Stage(128, 8, 250), Stage(256, 8, 350))),
+        train=TrainConfig(
+            stages=(Stage(32, 32, 400), Stage(64, 16, 250), Stage(128, 8, 150), Stage(256, 8, 250)), learning_rate=5e-3
+        ),
     ),
     # Every part of the job in seconds; nothing is learned.
     "smoke": CompareSettings(

@@ -25,7 +25,7 @@ def _power_of_two_at_least(n: int) -> int:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Where each token of a batch lies in chunk order. Make one with `dense` or `packed`."""
+    """Where each token of a batch lies in chunk order. Make one with `of`."""
 
     rows: int
     """B"""
@@ -45,6 +45,13 @@ class ChunkLayout:
     """Packed only: [N], the sequences by falling length."""
     rank: Tensor | None = None
     """Packed only: [N], the inverse of `order`."""
+
+    @staticmethod
+    def of(x: Tensor, boundaries: list[int] | None, chunk: int) -> ChunkLayout:
+        """The layout of x [B, T, ...]: dense rows, or documents packed into one row if their `boundaries` are given."""
+        if boundaries is None:
+            return ChunkLayout.dense(x.shape[0], x.shape[1], chunk)
+        return ChunkLayout.packed(boundaries, chunk, x.device)
 
     @staticmethod
     def dense(rows: int, tokens: int, chunk: int) -> ChunkLayout:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ccq.ops.checks import accumulation_dtype, check_input, check_sequences, check_state
+from ccq.ops.checks import (
+    accumulation_dtype,
+    check_device,
+    check_input,
+    check_sequences,
+    check_state,
+    short,
+    values_can_be_read,
+)
 
 
 class WriteRuleResult(NamedTuple):
@@ -43,3 +52,22 @@ def check_write_arguments(
     else:
         check_state("state", state, shape, q)
     return Sequences(count, mask, boundaries), state
+
+
+def check_gate(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, highest: float | None = None) -> None:
+    """A gate of a write rule: `shape`, the dtype of `like` or its accumulation type, finite, and at most `highest`.
+
+    Values are checked where `values_can_be_read`.
+    """
+    check_input(name, x, shape)
+    check_device(name, x, like)
+    accepted = (like.dtype, accumulation_dtype(like.dtype))
+    if x.dtype not in accepted:
+        names = " or ".join(dict.fromkeys(short(dtype) for dtype in accepted))
+        raise TypeError(f"{name} must be {names} for {short(like.dtype)} input, got {short(x.dtype)}")
+    if values_can_be_read(x) and x.numel():
+        least, largest = (float(value) for value in torch.aminmax(x.detach()))
+        if not (least > -float("inf") and largest < float("inf")):
+            raise ValueError(f"{name} must be finite, got values from {least} to {largest}")
+        if highest is not None and largest > highest:
+            raise ValueError(f"{name} must be at most {highest:g}, got {largest:g}")

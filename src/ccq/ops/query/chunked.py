@@ -219,11 +219,10 @@ def chunked_curvature_conditioned_query(
 ) -> tuple[Tensor, Tensor | None, KeyStatistics]:
     """The read step by chunks: as `curvature_conditioned_query_reference`, but the query has the dtype of q."""
     kept = accumulation_dtype(q.dtype)
+    layout = ChunkLayout.of(q, boundaries, CHUNK)
     if boundaries is not None:
-        layout = ChunkLayout.packed(boundaries, CHUNK, q.device)
         lengths = torch.tensor(boundaries, device=q.device).diff()
     else:
-        layout = ChunkLayout.dense(q.shape[0], q.shape[1], CHUNK)
         lengths = torch.full((q.shape[0],), q.shape[1], device=q.device) if mask is None else mask.sum(1)
     reciprocal_count = layout.positions(statistics.count, mask).clamp(min=1).to(kept).reciprocal().unsqueeze(-1)
     real = None

@@ -1,0 +1,78 @@
+"""The gated delta rule: a decaying state in which every key overwrites what it recalled before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ccq.ops.checks import check_backend
+from ccq.ops.gated_delta_rule.chunked import chunk_length, chunked_gated_delta_rule
+from ccq.ops.gated_delta_rule.reference import gated_delta_rule_reference
+from ccq.ops.layout import ChunkLayout
+from ccq.ops.write_rule import WriteRuleResult, check_gate, check_write_arguments
+
+__all__ = ["chunked_gated_delta_rule", "gated_delta_rule", "gated_delta_rule_reference"]
+
+BACKENDS = ("auto", "reference", "torch")
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> WriteRuleResult:
+    """Decay the state, replace what it holds at each key by a mixture of the old and the new value, and read it with
+    the queries.
+
+        S' = exp(log_decay_t) S_{t-1}      S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T      o_t = scale * S_t^T q_t
+
+    (Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464.) q and k are used as
+    given: the rule is stable for |k| <= 1, so normalise them before.
+
+    Args:
+        q, k: [B, T, H, D], float64, float32, float16 or bfloat16.
+        v: [B, T, H, V], the dtype of q.
+        log_decay: [B, T, H], natural logarithm of the decay, finite and at most 0; the dtype of q or the dtype of the
+            state.
+        beta: [B, T, H], how much of the old value is replaced, usually in [0, 1]; finite; the dtype of q or the dtype
+            of the state.
+        scale: factor of the output, D**-0.5 by default.
+        state: [N, H, D, V], the memory to begin with, float32 (float64 for float64 input); zeros by default.
+        cu_seqlens: [N + 1] integers, B = 1: the row holds N documents, and cu_seqlens is where each begins and, last,
+            where the row ends. Each document has a state of its own. Documents may be empty. Without it every row is
+            a sequence, N = B.
+        mask: [B, T], 1 = real token, 0 = padding, on the left, the right or both sides. Padding writes nothing,
+            decays nothing, has output 0 and no gradient.
+        backend: "reference" (token by token), "torch" (in chunks), or "auto", the fastest for the input's device.
+
+    Returns:
+        WriteRuleResult: output [B, T, H, V] in the dtype of v, state [N, H, D, V] after the last token. Sums and
+        states are float32 (float64 for float64 input). Both are differentiable in every tensor argument.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape, dtype, device or backend name; on a CPU also for
+        gates that are not finite, log_decay above 0, and a mask with holes.
+    """
+    check_backend(backend, BACKENDS)
+    sequences, state = check_write_arguments(q, k, v, state, cu_seqlens, mask)
+    check_gate("log_decay", log_decay, tuple(q.shape[:3]), q, highest=0.0)
+    check_gate("beta", beta, tuple(q.shape[:3]), q)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sequences.mask is not None:
+        padding = ~sequences.mask.unsqueeze(-1)
+        q, k, v = (x.masked_fill(padding.unsqueeze(-1), 0) for x in (q, k, v))
+        log_decay, beta = (x.masked_fill(padding, 0) for x in (log_decay, beta))
+
+    if backend == "auto":
+        backend = "torch"
+    if backend == "reference":
+        return gated_delta_rule_reference(q, k, v, log_decay, beta, state, scale, sequences.boundaries)
+    layout = ChunkLayout.of(q, sequences.boundaries, chunk_length(q.shape[-1]))
+    return chunked_gated_delta_rule(q, k, v, log_decay, beta, state, scale, layout)
