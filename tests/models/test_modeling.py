@@ -184,7 +184,7 @@ def test_attached_models_start_as_their_backbone_bit_for_bit(backbone: str) -> N
 
 def test_weights_start_as_configured() -> None:
     torch.manual_seed(0)
-    model = CausalLanguageModel(preset("tiny", "gla+ccq"))
+    model = CausalLanguageModel(preset("tiny", "gla+ccq", initializer_range=0.02))
     for name, parameter in model.named_parameters():
         if name.endswith(
             ("proj.weight", "embeddings.weight", "lm_head.weight", "gk_proj.0.weight", "gk_proj.1.weight")
