@@ -205,6 +205,8 @@ def test_an_unreadable_text_is_named_before_anything_is_trained(text: Path, tmp_
     with pytest.raises(ValueError, match=r"picture.png"):
         run(tmp_path / "run", small_settings(folder))
     assert not (tmp_path / "run" / "arms").exists()
+    # The folder is not spent: the same --out serves for another text.
+    RunFolder(tmp_path / "run").claim(small_settings(text))
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,11 @@ class RunFolder:
         }
         write_json_atomically(self.path / "corpus.json", described)
 
+    def release(self) -> None:
+        """Undo `claim` where no text could be prepared, so that the folder is free for other settings."""
+        if not (self.path / "corpus.json").exists():
+            (self.path / "settings.json").unlink(missing_ok=True)
+
     def corpus(self) -> CorpusResult:
         described: CorpusResult = json.loads((self.path / "corpus.json").read_bytes())
         return described

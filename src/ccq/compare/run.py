@@ -57,8 +57,12 @@ def compare(
             console.print(f"{out} holds a finished comparison; nothing is trained again.")
             results = read_results(folder.results)
         else:
-            with console.status("Reading the text and training the tokenizer"):
-                folder.prepare(settings)
+            try:
+                with console.status("Reading the text and training the tokenizer"):
+                    folder.prepare(settings)
+            except ValueError:
+                folder.release()
+                raise
             _run_arms(folder, settings, cores() if jobs is None else jobs, console)
             with console.status("Measuring the speed of the arms in turn"):
                 results = _collect(folder, settings)

@@ -78,9 +78,7 @@ PRESETS: dict[str, CompareSettings] = {
     "tiny": CompareSettings(
         preset="tiny",
         model="tiny",
-        train=TrainConfig(
-            stages=(Stage(32, 32, 400), Stage(64, 16, 250), Stage(128, 8, 150), Stage(256, 8, 250)), learning_rate=5e-3
-        ),
+        train=TrainConfig(stages=(Stage(32, 32, 600), Stage(64, 16, 250), Stage(128, 8, 150), Stage(256, 8, 250))),
     ),
     # Every part of the job in seconds; nothing is learned.
     "smoke": CompareSettings(

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.layout import ChunkLayout
-from ccq.ops.query.reference import NORM_EPSILON
+from ccq.ops.query.reference import NORM_EPSILON, curvature_conditioned_query_step, l2_normalize
 from ccq.ops.query.statistics import KeyStatistics
 
 CHUNK = 64
@@ -219,6 +219,16 @@ def chunked_curvature_conditioned_query(
 ) -> tuple[Tensor, Tensor | None, KeyStatistics]:
     """The read step by chunks: as `curvature_conditioned_query_reference`, but the query has the dtype of q."""
     kept = accumulation_dtype(q.dtype)
+    if q.shape[1] == 1 and mask is None and boundaries is None:
+        # Decoding: one step of the recurrence has a third of the calls, and there is no chunk to win anything from.
+        count = statistics.count + 1
+        one, key = q[:, 0], k[:, 0]
+        one, key = (l2_normalize(one), l2_normalize(key)) if normalize else (one.to(kept), key.to(kept))
+        query, correction, second_moment, total = curvature_conditioned_query_step(
+            one, key, gate[:, 0].to(kept).unsqueeze(-1), *statistics[:2], count.to(kept)[:, None, None], centred
+        )
+        last = KeyStatistics(second_moment, total, count)
+        return query.to(q.dtype).unsqueeze(1), correction.unsqueeze(1) if return_correction else None, last
     layout = ChunkLayout.of(q, boundaries, CHUNK)
     if boundaries is not None:
         lengths = torch.tensor(boundaries, device=q.device).diff()

@@ -20,6 +20,23 @@ def l2_normalize(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
 
 
+def curvature_conditioned_query_step(
+    query: Tensor, key: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, seen: Tensor, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token of every sequence: query, key [N, H, D], gate [N, H, 1], all in the dtype of the statistics.
+
+    second_moment [N, H, D, D] and total [N, H, D] are those before the token; seen [N, 1, 1] is the count with it, at
+    least 1. Returns the query, the correction, and the new second moment and total.
+    """
+    second_moment = second_moment + key.unsqueeze(-1) * key.unsqueeze(-2)
+    total = total + key
+    correction = (second_moment @ query.unsqueeze(-1)).squeeze(-1) / seen
+    if centred:
+        mean = total / seen
+        correction = correction - mean * (mean * query).sum(-1, keepdim=True)
+    return query - gate * correction, correction, second_moment, total
+
+
 def curvature_conditioned_query_reference(
     q: Tensor,
     k: Tensor,
@@ -77,16 +94,12 @@ def curvature_conditioned_query_reference(
     second_moment, total, count = statistics
     queries, corrections = [], []
     for i in range(q.shape[1]):
-        query, key = q[:, i], k[:, i]
-        second_moment = second_moment + key.unsqueeze(-1) * key.unsqueeze(-2)
-        total = total + key
         count = count + real[:, i]
         seen = count.clamp(min=1).to(kept)[:, None, None]
-        correction = (second_moment @ query.unsqueeze(-1)).squeeze(-1) / seen
-        if centred:
-            mean = total / seen
-            correction = correction - mean * (mean * query).sum(-1, keepdim=True)
-        queries.append(torch.where(padding[:, i], padded_query[:, i], query - gate[:, i] * correction))
+        query, correction, second_moment, total = curvature_conditioned_query_step(
+            q[:, i], k[:, i], gate[:, i], second_moment, total, seen, centred
+        )
+        queries.append(torch.where(padding[:, i], padded_query[:, i], query))
         corrections.append(correction)
     if not queries:
         return q, torch.zeros_like(q), statistics
