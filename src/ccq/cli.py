@@ -112,12 +112,12 @@ def _bench_operator(parsed: argparse.Namespace) -> int:
     threads = cores() if parsed.threads is None else parsed.threads
     with console.status("Measuring"):
         figures = bench_operator(shape, threads=threads, repeats=parsed.repeats)
-    times = Table("function", "forward ms", "forward + backward ms", "quartiles", "ratio", box=None)
+    times = Table("milliseconds", "forward", "both", "quartiles", "ratio", box=None)
     for row in figures["times"]:
         quartiles = f"{row['lower_quartile_ms']:.2f} - {row['upper_quartile_ms']:.2f}"
         numbers = (f"{row['forward_ms']:.2f}", f"{row['forward_backward_ms']:.2f}", quartiles, f"{row['ratio']:.2f}")
         times.add_row(row["function"], *numbers)
-    errors = Table("dtype", "largest relative error of the correction", "at", box=None)
+    errors = Table("correction", "largest relative error", "at", box=None)
     for row in figures["errors"]:
         errors.add_row(row["dtype"], f"{row['largest_relative_error']:.1e}", row["at"])
     console.print(times, errors)
