@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,19 +88,66 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
     operator = subjects.add_parser(
         "operator",
-        help="read step and write rules on a CPU",
-        description="Times forward + backward of each function in turn in one process, beside causal "
-        "scaled_dot_product_attention of the same shape, and measures the error of the correction against float64.",
+        help="read step (and, on a CPU, write rules)",
+        description="On a CPU: times forward + backward of the read step and the write rules in turn in one process, "
+        "beside causal scaled_dot_product_attention of the same shape, and measures the error of the correction "
+        "against float64. On a GPU: device time, eager time, memory, share of the floor and error of the read step in "
+        "Triton, in PyTorch, and composed from flash-linear-attention.",
     )
-    for name, value in (("rows", 4), ("tokens", 512), ("heads", 4), ("size", 64)):
-        operator.add_argument(f"--{name}", type=_positive, default=value, metavar="N", help=f"default {value}")
-    operator.add_argument("--threads", type=_positive, metavar="N", help="default: one a processor core")
-    operator.add_argument("--repeats", type=_positive, default=50, metavar="N", help="default 50")
+    operator.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
+    operator.add_argument(
+        "--rows", type=_positive, nargs="+", metavar="N", help="default 4 on a CPU; on a GPU several may be given: 1 8"
+    )
+    for name, on_cpu, on_gpu in (("tokens", 512, 4096), ("heads", 4, 6), ("size", 64, 256)):
+        text = f"default {on_cpu} on a CPU, {on_gpu} on a GPU"
+        operator.add_argument(f"--{name}", type=_positive, metavar="N", help=text)
+    operator.add_argument("--dtype", help="GPU: bfloat16 (default), float16 or float32; a CPU is measured in float32")
+    operator.add_argument("--threads", type=_positive, metavar="N", help="CPU; default: one a processor core")
+    operator.add_argument("--repeats", type=_positive, default=50, metavar="N", help="rounds of a timing; default 50")
+    operator.add_argument(
+        "--limit", type=_positive, default=60, metavar="SECONDS", help="GPU: end a timing after so long; default 60"
+    )
+    operator.add_argument("--long", action="store_true", help="GPU: also time per token at T 8192 and 131072")
     operator.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     operator.set_defaults(run=_bench_operator)
+    tables = subjects.add_parser(
+        "tables",
+        help="print docs/speed.md from measured figures",
+        description="Prints the page docs/speed.md, made from the operator*.json files of a folder.",
+    )
+    tables.add_argument("folder", type=Path, nargs="?", default=Path("benchmarks/results"), metavar="FOLDER")
+    tables.set_defaults(run=_bench_tables)
 
 
 def _bench_operator(parsed: argparse.Namespace) -> int:
+    import torch
+
+    device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return _bench_operator_on_gpu(parsed) if device == "cuda" else _bench_operator_on_cpu(parsed)
+
+
+def _bench_operator_on_gpu(parsed: argparse.Namespace) -> int:
+    from ccq.bench.gpu import bench_operator_on_gpu
+    from ccq.files import write_json_atomically
+
+    if parsed.threads is not None:
+        raise ValueError("--threads is of a CPU's benchmark; leave it out, or add --device cpu")
+    bench_operator_on_gpu(
+        rows=parsed.rows or (1, 8),
+        tokens=parsed.tokens or 4096,
+        heads=parsed.heads or 6,
+        size=parsed.size or 256,
+        dtype=parsed.dtype or "bfloat16",
+        repeats=parsed.repeats,
+        limit=parsed.limit,
+        long=parsed.long,
+        say=functools.partial(print, flush=True),
+        save=lambda figures: None if parsed.out is None else write_json_atomically(parsed.out, figures),
+    )
+    return 0
+
+
+def _bench_operator_on_cpu(parsed: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
@@ -107,8 +155,11 @@ def _bench_operator(parsed: argparse.Namespace) -> int:
     from ccq.bench.operator import Shape, bench_operator
     from ccq.files import write_json_atomically
 
+    rows = parsed.rows or [4]
+    if len(rows) > 1 or parsed.long or parsed.dtype not in (None, "float32"):
+        raise ValueError("on a CPU, --rows takes one number, --dtype is float32, and there is no --long")
     console = Console()
-    shape = Shape(parsed.rows, parsed.tokens, parsed.heads, parsed.size)
+    shape = Shape(rows[0], parsed.tokens or 512, parsed.heads or 4, parsed.size or 64)
     threads = cores() if parsed.threads is None else parsed.threads
     with console.status("Measuring"):
         figures = bench_operator(shape, threads=threads, repeats=parsed.repeats)
@@ -123,6 +174,13 @@ def _bench_operator(parsed: argparse.Namespace) -> int:
     console.print(times, errors)
     if parsed.out is not None:
         write_json_atomically(parsed.out, figures)
+    return 0
+
+
+def _bench_tables(parsed: argparse.Namespace) -> int:
+    from ccq.bench.tables import speed_page
+
+    print(speed_page(parsed.folder), end="")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.helpers import assert_close
 
@@ -35,3 +36,8 @@ def test_ratios_are_those_of_the_medians_and_errors_are_small_but_not_zero() -> 
     assert 0 < errors["float64"] < 1e-12
     for dtype in ("float32", "float16", "bfloat16"):
         assert 1e-9 < errors[dtype] < 1e-3
+
+
+def test_a_length_that_the_yardstick_cannot_take_is_named() -> None:
+    with pytest.raises(ValueError, match="T must be a multiple of 64, got 100"):
+        bench_operator(Shape(1, 100, 1, 8), threads=1, repeats=2)

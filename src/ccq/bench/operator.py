@@ -1,4 +1,4 @@
-"""`ccq bench operator`: time and error of the read step and the write rules on a CPU.
+"""`ccq bench operator` on a CPU: time and error of the read step and the write rules.
 
 Every function is timed in the same process and in turn, forward + backward, beside causal
 `torch.nn.functional.scaled_dot_product_attention` of the same shape, so that whatever else the machine does meets all
@@ -21,8 +21,12 @@ from ccq.ops.gated_delta_rule import gated_delta_rule
 from ccq.ops.gla import gated_linear_attention
 from ccq.ops.query import curvature_conditioned_query, l2_normalize
 
+SCHEMA = "ccq-bench-operator/2"
+"""Also of the figures that `ccq.bench.gpu` measures on a GPU; those have "functions", these have "times"."""
 BASELINE = "scaled_dot_product_attention"
 WARMUP = 5
+CHUNK = 64
+"""Tokens a chunk of `read_step_by_autograd`."""
 ERROR_LENGTHS = (2, 3, 7, 15, 16, 17, 63, 64, 65, 127, 1000)
 ERROR_SIZE = 64
 
@@ -36,7 +40,7 @@ class Shape(NamedTuple):
     size: int
 
 
-def read_step_by_autograd(q: Tensor, k: Tensor, gate: Tensor, chunk: int = 64) -> Tensor:
+def read_step_by_autograd(q: Tensor, k: Tensor, gate: Tensor, chunk: int = CHUNK) -> Tensor:
     """The read step as one would compose it from PyTorch, by chunks, with automatic differentiation. T in whole chunks.
 
     The yardstick for the closed-form backward.
@@ -172,9 +176,14 @@ def measure_errors() -> list[dict[str, Any]]:
 
 
 def bench_operator(shape: Shape, *, threads: int, repeats: int) -> dict[str, Any]:
-    """Times and errors with everything needed to measure them again, for benchmarks/results."""
+    """Times and errors with everything needed to measure them again, for benchmarks/results.
+
+    Raises ValueError if T is not a multiple of 64.
+    """
+    if shape.tokens % CHUNK:
+        raise ValueError(f"T must be a multiple of {CHUNK}, got {shape.tokens}")
     return {
-        "schema": "ccq-bench-operator/1",
+        "schema": SCHEMA,
         "settings": {
             "shape": shape._asdict(),
             "dtype": "float32",
