@@ -97,7 +97,11 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"statistics": STATISTICS._replace(count=STATISTICS.count[:1])},
     ),
     "statistics are a tuple": (TypeError, "must be a KeyStatistics", {"statistics": tuple(STATISTICS)}),
-    "unknown backend": (ValueError, "backend must be one of auto, reference, torch; got 'cuda'", {"backend": "cuda"}),
+    "unknown backend": (
+        ValueError,
+        "backend must be one of auto, reference, torch, triton; got 'cuda'",
+        {"backend": "cuda"},
+    ),
 }
 
 

@@ -57,16 +57,18 @@ def run(
     *,
     backend: str,
     want: tuple[str, ...] = ("query", "correction", "second_moment", "total"),
+    device: str = "cpu",
     **options: object,
 ) -> dict[str, Tensor]:
-    """Outputs and the gradients of a random linear function of the outputs named in `want`."""
-    q, k, gate = (x.detach().clone().requires_grad_() for x in case[:3])
-    second_moment, total = (x.detach().clone().requires_grad_() for x in case.statistics[:2])
+    """Outputs and the gradients of a random linear function of the outputs named in `want`, computed on `device`."""
+    leaves = (*case[:3], *case.statistics[:2])
+    q, k, gate, second_moment, total = (x.detach().clone().to(device).requires_grad_() for x in leaves)
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
     result = curvature_conditioned_query(
         q,
         k,
         gate,
-        statistics=KeyStatistics(second_moment, total, case.statistics.count),
+        statistics=KeyStatistics(second_moment, total, case.statistics.count.to(device)),
         backend=backend,
         return_correction="correction" in want,
         **options,  # type: ignore[arg-type]
@@ -85,7 +87,7 @@ def run(
             if name == "second_moment":
                 weight = weight + weight.mT
             if name in want:
-                loss = loss + (output.double() * weight).sum()
+                loss = loss + (output.cpu().double() * weight).sum()
     inputs = {"q": q, "k": k, "gate": gate, "second_moment": second_moment, "total": total}
     gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
     found = {name: output for name, output in outputs.items() if output is not None}
@@ -94,7 +96,7 @@ def run(
         gradient = torch.zeros_like(inputs[name]) if gradient is None else gradient
         # M is symmetric, so only the symmetric part of its gradient has a meaning.
         found[f"d_{name}"] = (gradient + gradient.mT) / 2 if name == "second_moment" else gradient
-    return {name: value.detach() for name, value in found.items()}
+    return {name: value.detach().cpu() for name, value in found.items()}
 
 
 def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = EXACT) -> None:

@@ -23,6 +23,12 @@ from ccq.ops.checks import (
     values_can_be_read,
 )
 from ccq.ops.query.chunked import chunked_curvature_conditioned_query
+from ccq.ops.query.fused import (
+    TRITON_INSTALLED,
+    fused_curvature_conditioned_query,
+    fused_update_and_read_,
+    is_supported,
+)
 from ccq.ops.query.reference import curvature_conditioned_query_reference, l2_normalize
 from ccq.ops.query.statistics import KeyStatistics, check_statistics
 
@@ -32,10 +38,12 @@ __all__ = [
     "KeyStatistics",
     "curvature_conditioned_query",
     "l2_normalize",
+    "update_and_read_",
 ]
 
-BACKENDS = ("auto", "reference", "torch")
-"""Accepted backends. "auto" is "torch" on every device."""
+BACKENDS = ("auto", "reference", "torch", "triton")
+"""Accepted backends. "auto" is "triton" on a GPU where triton is installed and takes the input (not float64, D up to
+256), "torch" otherwise."""
 
 
 class CurvatureConditionedQueryResult(NamedTuple):
@@ -83,7 +91,8 @@ def curvature_conditioned_query(
         centred: subtract the mean key's part; False uses the second moment instead of the covariance.
         return_correction: also return Sigma q before the gate.
         backend: "reference" is the loop over tokens that defines the result; "torch" is chunked with a closed-form
-            backward; "auto" takes the fastest for the device.
+            backward; "triton" runs the same forms as GPU kernels, for D up to 256 and not for float64; "auto" takes the
+            fastest for the device and the input.
 
     Returns:
         CurvatureConditionedQueryResult(query, correction, statistics). Differentiable in q, k, gate and statistics,
@@ -92,7 +101,8 @@ def curvature_conditioned_query(
     Raises:
         TypeError, ValueError: on wrong types, dtypes, devices or shapes; on statistics of another number of sequences;
             on boundaries that do not run from 0 to T; on a mask with a hole or a gate that is not finite (values of
-            tensors are looked at on a CPU only).
+            tensors are looked at on a CPU only); on input that backend "triton" does not take.
+        ImportError, RuntimeError: with backend "triton", if triton is not installed or the tensors are on a CPU.
     """
     check_backend(backend, BACKENDS)
     check_input("q", q, ("B", "T", "H", "D"))
@@ -111,8 +121,13 @@ def curvature_conditioned_query(
                 q, k, gate, statistics, mask=mask, boundaries=boundaries, normalize=normalize, centred=centred
             )
             return CurvatureConditionedQueryResult(query.to(q.dtype), correction if return_correction else None, last)
+        implementation = (
+            fused_curvature_conditioned_query
+            if _choose(backend, q) == "triton"
+            else chunked_curvature_conditioned_query
+        )
         return CurvatureConditionedQueryResult(
-            *chunked_curvature_conditioned_query(
+            *implementation(
                 q,
                 k,
                 gate,
@@ -124,6 +139,77 @@ def curvature_conditioned_query(
                 return_correction=return_correction,
             )
         )
+
+
+def update_and_read_(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | float,
+    statistics: KeyStatistics,
+    *,
+    normalize: bool = True,
+    centred: bool = True,
+    return_correction: bool = False,
+    backend: str = "auto",
+) -> CurvatureConditionedQueryResult:
+    """One token of every sequence for decoding, with `statistics` overwritten instead of returned anew.
+
+    The addresses of the statistics stay the same, so that a CUDA graph can replay the call; and nothing is allocated
+    for them. Otherwise it equals `curvature_conditioned_query` with T = 1, but knows no gradients.
+
+    Args:
+        q: [N, 1, H, D] queries; float64, float32, float16 or bfloat16.
+        k: [N, 1, H, D] keys, same dtype and device.
+        gate: [N, 1, H] in any floating-point dtype, or one number.
+        statistics: of the keys before this call; contiguous tensors.
+        normalize, centred, return_correction, backend: as in `curvature_conditioned_query`.
+
+    Returns:
+        CurvatureConditionedQueryResult(query, correction, statistics), the last being the argument.
+
+    Raises:
+        TypeError, ValueError: as `curvature_conditioned_query`; on more or fewer tokens than one; on statistics that
+            are not contiguous; if an input requires a gradient while gradients are recorded.
+        ImportError, RuntimeError: as `curvature_conditioned_query`.
+    """
+    check_backend(backend, BACKENDS)
+    check_input("q", q, ("N", 1, "H", "D"))
+    check_input("k", k, tuple(q.shape), q)
+    gate = _check_gate(gate, q)
+    check_statistics(statistics, q.shape[0], q)
+    for name, field in zip(KeyStatistics._fields, statistics, strict=True):
+        if not field.is_contiguous():
+            raise ValueError(f"statistics.{name} must be contiguous to be overwritten, got strides {field.stride()}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, gate, *statistics)):
+        raise ValueError(
+            "update_and_read_ overwrites the statistics and knows no gradients; call it under torch.no_grad(), or "
+            "take curvature_conditioned_query"
+        )
+    if _choose(backend, q) == "triton":
+        query, correction = fused_update_and_read_(
+            q, k, gate, statistics, normalize=normalize, centred=centred, return_correction=return_correction
+        )
+        return CurvatureConditionedQueryResult(query, correction, statistics)
+    result = curvature_conditioned_query(
+        q,
+        k,
+        gate,
+        statistics=statistics,
+        normalize=normalize,
+        centred=centred,
+        return_correction=return_correction,
+        backend=backend,
+    )
+    for field, new in zip(statistics, result.statistics, strict=True):
+        field.copy_(new)
+    return result._replace(statistics=statistics)
+
+
+def _choose(backend: str, q: Tensor) -> str:
+    """The backend that "auto" stands for."""
+    if backend != "auto":
+        return backend
+    return "triton" if q.is_cuda and TRITON_INSTALLED and is_supported(q) else "torch"
 
 
 def _check_gate(gate: Tensor | float, q: Tensor) -> Tensor:

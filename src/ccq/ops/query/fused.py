@@ -1,0 +1,386 @@
+"""The Triton kernels as operators of torch, with gradients and with shapes for the compiler.
+
+Nothing here imports triton before an operator runs. Operators take and return plain tensors, and never None: a
+correction that was not asked for is an empty tensor.
+
+| operator | what it is |
+| --- | --- |
+| ccq::read_step | the read step over any number of tokens, differentiable |
+| ccq::read_step_backward | its gradients |
+| ccq::read_token | one token of every sequence, new statistics |
+| ccq::read_token_ | the same, statistics overwritten: their addresses stay, as CUDA graphs want it |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ccq.ops.query.statistics import KeyStatistics
+
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+MAX_SIZE = 256
+"""The largest D of the kernels."""
+
+
+def is_supported(q: Tensor) -> bool:
+    """Whether the kernels take input like q."""
+    return q.dtype != torch.float64 and q.shape[-1] <= MAX_SIZE
+
+
+def check_supported(q: Tensor) -> None:
+    """Refuse what the kernels do not take."""
+    if not TRITON_INSTALLED:
+        raise ImportError(
+            "backend 'triton' needs the package triton: pip install 'ccq-attention[gpu]', or take backend='torch'"
+        )
+    if q.dtype == torch.float64:
+        raise TypeError(
+            "backend 'triton' takes float32, float16 or bfloat16, got float64; take backend='torch' for float64"
+        )
+    if q.shape[-1] > MAX_SIZE:
+        raise ValueError(f"backend 'triton' takes D up to {MAX_SIZE}, got {q.shape[-1]}; take backend='torch'")
+
+
+def _kernels() -> ModuleType:
+    from ccq.ops.query import kernels
+
+    return kernels
+
+
+def _padding() -> ModuleType:
+    from ccq.ops.query import padding
+
+    return padding
+
+
+def _step(q: Tensor) -> ModuleType:
+    """The module of the one-token kernel, once it is sure that kernels can run on the device of q."""
+    from ccq.ops.query import step
+
+    if not q.is_cuda and not step.interpreted():
+        raise RuntimeError(
+            f"backend 'triton' needs tensors on a GPU, got {q.device}; on a CPU it runs in Triton's interpreter only: "
+            "set the environment variable TRITON_INTERPRET=1 before the first call, or take backend='torch'"
+        )
+    return step
+
+
+def _contiguous(*tensors: Tensor) -> list[Tensor]:
+    return [x.contiguous() for x in tensors]
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor gate, "
+_OPTIONS = "bool normalize, bool centred, "
+_SEQUENCES = "Tensor? mask, int[]? boundaries, "
+
+
+@torch.library.custom_op(
+    "ccq::read_step",
+    mutates_args=(),
+    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}bool return_correction)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def read_step(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    total: Tensor,
+    count: Tensor,
+    mask: Tensor | None,
+    boundaries: Sequence[int] | None,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, ...]:
+    """The read step. Query, correction (or an empty tensor), second moment, total, count; and for the backward pass
+    the reciprocal lengths of the keys, the totals before each block, and the mean scores.
+    """
+    _step(q)
+    kernels = _kernels()
+    q, k, gate, second_moment, total, count = _contiguous(q, k, gate, second_moment, total, count)
+    with torch.cuda.device_of(q):
+        config = kernels.configuration(q.dtype, q.shape[-1])
+        edges = None if boundaries is None else list(boundaries)
+        plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
+        done = kernels.forward(
+            q, k, gate, second_moment, total, count, plan, config,
+            normalize=normalize, centred=centred, return_correction=return_correction,
+        )  # fmt: skip
+        if mask is not None:
+            _padding().fill_outputs(mask, q, done.query, done.correction, normalize)
+        correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
+        last_count = count + (plan.end - plan.begin)
+    return done.query, correction, done.second_moment, done.total, last_count, done.reciprocal, done.vectors, done.mean
+
+
+@read_step.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    total: Tensor,
+    count: Tensor,
+    mask: Tensor | None,
+    boundaries: Sequence[int] | None,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, ...]:
+    rows, tokens, heads, size = q.shape
+    block = _kernels().configuration(q.dtype, int(size)).block
+    blocks: Any = rows * ((tokens + block - 1) // block)
+    if boundaries is not None:
+        blocks = sum((end - begin + block - 1) // block for begin, end in itertools.pairwise(boundaries))
+    kept = torch.float32
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(q.shape if return_correction else 0, dtype=kept),
+        second_moment.new_empty(second_moment.shape),
+        total.new_empty(total.shape),
+        count.new_empty(count.shape),
+        q.new_empty((rows, tokens, heads), dtype=kept),
+        q.new_empty((blocks, heads, size), dtype=kept),
+        q.new_empty((rows, tokens, heads), dtype=kept),
+    )
+
+
+@torch.library.custom_op(
+    "ccq::read_step_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}Tensor second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
+    "Tensor vectors, Tensor mean, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, "
+    f"{_SEQUENCES}bool normalize, bool centred) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def read_step_backward(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    count: Tensor,
+    correction: Tensor,
+    last_total: Tensor,
+    reciprocal: Tensor,
+    vectors: Tensor,
+    mean: Tensor,
+    dy: Tensor,
+    dr: Tensor | None,
+    d_moment: Tensor | None,
+    d_total: Tensor | None,
+    mask: Tensor | None,
+    boundaries: Sequence[int] | None,
+    normalize: bool,
+    centred: bool,
+) -> tuple[Tensor, ...]:
+    """The gradients of `read_step` in q, k, gate, second_moment and total; `dr` needs the saved correction."""
+    _step(q)
+    kernels = _kernels()
+    q, k, gate, second_moment, count, dy = _contiguous(q, k, gate, second_moment, count, dy)
+    with torch.cuda.device_of(q):
+        config = kernels.configuration(q.dtype, q.shape[-1])
+        edges = None if boundaries is None else list(boundaries)
+        plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
+        saved = kernels.Forward(
+            q, None if dr is None else correction, second_moment, last_total, reciprocal, vectors, mean
+        )
+        gradients = kernels.backward(
+            q, k, gate, dy, None if dr is None else dr.contiguous(),
+            torch.zeros_like(second_moment) if d_moment is None else d_moment.contiguous(),
+            torch.zeros_like(last_total) if d_total is None else d_total.contiguous(),
+            saved, second_moment, count, plan, config, normalize=normalize, centred=centred,
+        )  # fmt: skip
+        d_gate = gradients.gate.contiguous()
+        if mask is not None:
+            _padding().clear_gradients(mask, gradients.q, gradients.k, d_gate)
+    return gradients.q, gradients.k, d_gate.to(gate.dtype), gradients.second_moment, gradients.total
+
+
+@read_step_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    count: Tensor,
+    correction: Tensor,
+    last_total: Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, gate, second_moment, last_total))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, gate, second_moment, _, count, mask, boundaries, normalize, centred, return_correction = inputs
+    _, correction, _, last_total, last_count, reciprocal, vectors, mean = output
+    ctx.save_for_backward(q, k, gate, second_moment, count, correction, last_total, reciprocal, vectors, mean, mask)
+    ctx.boundaries, ctx.normalize, ctx.centred, ctx.return_correction = (
+        boundaries,
+        normalize,
+        centred,
+        return_correction,
+    )
+    ctx.mark_non_differentiable(last_count, reciprocal, vectors, mean)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dy: Tensor | None, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    *saved, mask = ctx.saved_tensors
+    gradients = torch.ops.ccq.read_step_backward(
+        *saved,
+        torch.zeros_like(saved[0]) if dy is None else dy,
+        dr if ctx.return_correction else None,
+        d_moment,
+        d_total,
+        mask,
+        ctx.boundaries,
+        ctx.normalize,
+        ctx.centred,
+    )
+    return *gradients, *(None,) * 6
+
+
+read_step.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op(
+    "ccq::read_token",
+    mutates_args=(),
+    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_OPTIONS}bool return_correction)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def read_token(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    total: Tensor,
+    count: Tensor,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, ...]:
+    """One token of every sequence, q and k [N, 1, H, D]: query, correction (or an empty tensor), new statistics."""
+    step = _step(q)
+    with torch.cuda.device_of(q):
+        done = step.read_token(
+            *_contiguous(q, k, gate, second_moment, total, count),
+            normalize=normalize, centred=centred, return_correction=return_correction, in_place=False,
+        )  # fmt: skip
+    correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
+    return done.query, correction, done.second_moment, done.total, done.count
+
+
+@read_token.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    total: Tensor,
+    count: Tensor,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, ...]:
+    correction = q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
+    return q.new_empty(q.shape), correction, *(x.new_empty(x.shape) for x in (second_moment, total, count))
+
+
+@torch.library.custom_op(
+    "ccq::read_token_",
+    mutates_args=("second_moment", "total", "count"),
+    schema=f"({_INPUTS}Tensor(a!) second_moment, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}bool return_correction)"
+    " -> (Tensor, Tensor)",
+)
+def read_token_(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    total: Tensor,
+    count: Tensor,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `read_token`, but the (contiguous) statistics are overwritten."""
+    step = _step(q)
+    with torch.cuda.device_of(q):
+        done = step.read_token(
+            *_contiguous(q, k, gate), second_moment, total, count,
+            normalize=normalize, centred=centred, return_correction=return_correction, in_place=True,
+        )  # fmt: skip
+    return done.query, done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
+
+
+@read_token_.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    second_moment: Tensor,
+    total: Tensor,
+    count: Tensor,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
+
+
+def fused_curvature_conditioned_query(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    statistics: KeyStatistics,
+    *,
+    mask: Tensor | None,
+    boundaries: list[int] | None,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, Tensor | None, KeyStatistics]:
+    """The read step by Triton kernels; arguments and results as in `chunked_curvature_conditioned_query`.
+
+    Raises:
+        ImportError: without triton.
+        TypeError, ValueError: on float64 input, or D above 256.
+        RuntimeError: on a CPU, unless Triton's interpreter is on.
+    """
+    check_supported(q)
+    inputs = (q, k, gate, *statistics)
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if q.shape[1] == 1 and mask is None and boundaries is None and not gradient:
+        query, correction, *last = torch.ops.ccq.read_token(*inputs, normalize, centred, return_correction)
+    else:
+        query, correction, *last = torch.ops.ccq.read_step(
+            *inputs, mask, boundaries, normalize, centred, return_correction
+        )
+    return query, correction if return_correction else None, KeyStatistics(*last[:3])
+
+
+def fused_update_and_read_(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    statistics: KeyStatistics,
+    *,
+    normalize: bool,
+    centred: bool,
+    return_correction: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One token, q and k [N, 1, H, D], with the statistics overwritten."""
+    check_supported(q)
+    query, correction = torch.ops.ccq.read_token_(q, k, gate, *statistics, normalize, centred, return_correction)
+    return query, correction if return_correction else None

@@ -1,0 +1,135 @@
+"""One token of the read step in Triton: the statistics take in the key and are read in one pass over the second moment.
+
+Legend: N sequences, H heads, D key size (BD the next power of two), BR rows of the second moment a program.
+
+With the new M, m and t, r = (M q - ((m . q) / t) m) / t. A row of r needs the same row of M and nothing else of it, so
+every program handles a few rows alone: it loads q, k and m whole, updates its rows of M and multiplies them with q. The
+sum over a row is never divided among programs, so a sequence is read the same in any batch.
+
+m and the count are read by all programs of a sequence, so an update in place cannot write them in the same launch: a
+second one does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ccq.ops.query.reference import NORM_EPSILON
+
+ROWS = 16
+"""BR"""
+
+
+@triton.jit
+def _load_vector(x, head, column, D: tl.constexpr):
+    return tl.load(x + head * D + column, mask=column < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _read_token_kernel(
+    q,
+    k,
+    gate,
+    second_moment,
+    total,
+    count,
+    query,
+    correction,
+    new_moment,
+    new_total,
+    new_count,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    MOMENT_ONLY: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """BR rows of one head. MOMENT_ONLY: of the new statistics, the second moment alone is written."""
+    TILES: tl.constexpr = (D + BR - 1) // BR
+    tile = tl.program_id(0) % TILES
+    head = tl.program_id(0).to(tl.int64) // TILES
+    n = head // H
+    column, row = tl.arange(0, BD), tile * BR + tl.arange(0, BR)
+    b_q, b_k = _load_vector(q, head, column, D), _load_vector(k, head, column, D)
+    b_qi, b_ki = _load_vector(q, head, row, D), _load_vector(k, head, row, D)
+    if NORMALIZE:
+        b_rq = tl.rsqrt(tl.sum(b_q * b_q, 0) + EPS)
+        b_rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
+        b_q, b_qi = b_q * b_rq, b_qi * b_rq
+        b_k, b_ki = b_k * b_rk, b_ki * b_rk
+    seen = tl.load(count + n) + 1
+    b_t = seen.to(tl.float32)
+    square = head * D * D + row[:, None] * D + column
+    fits = (row < D)[:, None] & (column < D)
+    b_moment = tl.load(second_moment + square, mask=fits, other=0.0) + b_ki[:, None] * b_k
+    tl.store(new_moment + square, b_moment, mask=fits)
+    b_r = tl.sum(b_moment * b_q, 1) / b_t
+    b_mi = _load_vector(total, head, row, D) + b_ki
+    if CENTRED:
+        b_mean = (_load_vector(total, head, column, D) + b_k) / b_t
+        b_r -= b_mi / b_t * tl.sum(b_mean * b_q, 0)
+    if not MOMENT_ONLY:
+        tl.store(new_total + head * D + row, b_mi, mask=row < D)
+        if (tile == 0) & (head % H == 0):
+            tl.store(new_count + n, seen)
+    if CORRECTION:
+        tl.store(correction + head * D + row, b_r, mask=row < D)
+    b_y = b_qi - tl.load(gate + head).to(tl.float32) * b_r
+    tl.store(query + head * D + row, b_y.to(query.dtype.element_ty), mask=row < D)
+
+
+@triton.jit
+def _advance_kernel(
+    k, total, count, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr
+):
+    """m and the count of one head after the token, in place."""
+    head = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BD)
+    b_k = _load_vector(k, head, column, D)
+    if NORMALIZE:
+        b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
+    tl.store(total + head * D + column, _load_vector(total, head, column, D) + b_k, mask=column < D)
+    if head % H == 0:
+        tl.store(count + head // H, tl.load(count + head // H) + 1)
+
+
+def interpreted() -> bool:
+    """Whether the kernels were made for Triton's interpreter, which runs them on a CPU."""
+    return not isinstance(_advance_kernel, triton.JITFunction)
+
+
+class TokenRead(NamedTuple):
+    query: Tensor
+    correction: Tensor | None
+    second_moment: Tensor
+    total: Tensor
+    count: Tensor  # type: ignore[assignment]  # a field, not the method of tuple
+
+
+def read_token(
+    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
+    *, normalize: bool, centred: bool, return_correction: bool, in_place: bool,
+) -> TokenRead:  # fmt: skip
+    """One token: q, k [N, 1, H, D] and gate [N, 1, H], all contiguous; the statistics new, or overwritten."""
+    sequences, _, heads, size = q.shape
+    query = torch.empty_like(q)
+    correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
+    new = [x if in_place else torch.empty_like(x) for x in (second_moment, total, count)]
+    width = max(16, triton.next_power_of_2(size))
+    constants = {"H": heads, "D": size, "BD": width, "NORMALIZE": normalize, "EPS": NORM_EPSILON}
+    _read_token_kernel[(sequences * heads * triton.cdiv(size, ROWS),)](
+        q, k, gate, second_moment, total, count, query, query if correction is None else correction, *new,
+        BR=ROWS, CENTRED=centred, CORRECTION=return_correction, MOMENT_ONLY=in_place, **constants,
+    )  # fmt: skip
+    if in_place:
+        _advance_kernel[(sequences * heads,)](k, total, count, **constants, num_warps=1)
+    return TokenRead(query, correction, *new)

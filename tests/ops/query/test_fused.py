@@ -1,0 +1,405 @@
+"""The Triton kernels against the recurrence in float64, on a GPU or in Triton's interpreter.
+
+Blocks, chunks and tiles are made small, so that short input already has many of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import assert_close, relative_error
+from tests.ops.query.test_curvature_conditioned_query import (
+    MASKS,
+    Case,
+    make_case,
+    run,
+    spread_keys,
+    yardstick,
+)
+from torch import Tensor
+
+from ccq.ops.query import KeyStatistics, curvature_conditioned_query, fused, l2_normalize
+
+pytest.importorskip("triton")
+
+from ccq.ops.query import kernels, step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 3e-6
+"""Relative error allowed to sums in float32."""
+FLOOR = 1e-6
+"""Absolute error allowed where the exact value is zero."""
+CONFIGURATION = kernels.configuration
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Cut everything small; a test may call the fixture's value to choose other sizes."""
+
+    def choose(**sizes: int) -> None:
+        monkeypatch.setattr(kernels, "configuration", lambda dtype, size: CONFIGURATION(dtype, size)._replace(**sizes))
+
+    choose(block=16, chunk=32, tile=16, part=16)
+    return choose
+
+
+def check(case: Case, tolerance: float = TOLERANCE, **options: Any) -> dict[str, Tensor]:
+    """Outputs and gradients of the kernels in float32, compared with the recurrence in float64 on the same numbers."""
+    given = case.to(torch.float32)
+    actual = run(given, backend="triton", device=DEVICE, **options)
+    expected = run(given.to(torch.float64), backend="reference", **options)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if name == "count":
+            assert torch.equal(actual[name], value)
+        else:
+            assert actual[name].dtype == torch.float32
+            assert_close(name, actual[name], value, tolerance, floor=FLOOR)
+    return actual
+
+
+def call(case: Case, **options: Any) -> tuple[Tensor, Tensor, KeyStatistics]:
+    """Query, correction and statistics without gradients."""
+    case = case.to(torch.float32)
+    statistics = KeyStatistics(*(x.to(DEVICE) for x in case.statistics))
+    q, k, gate = (x.to(DEVICE) for x in case[:3])
+    result = curvature_conditioned_query(
+        q, k, gate, statistics=statistics, return_correction=True, backend="triton", **options
+    )
+    assert result.correction is not None
+    return result.query.cpu(), result.correction.cpu(), KeyStatistics(*(x.cpu() for x in result.statistics))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 17, 33, 65, 100])
+def test_any_length(tokens: int) -> None:
+    check(make_case(1, tokens, 1, 16))
+
+
+@pytest.mark.parametrize(("heads", "size"), [(2, 24), (1, 40), (1, 64), (1, 96)])
+def test_any_size(heads: int, size: int) -> None:
+    check(make_case(2 if heads == 2 else 1, 35, heads, size))
+
+
+@pytest.mark.parametrize("seen", [0, 9])
+def test_sizes_of_the_table(seen: int, small_blocks: Callable[..., None]) -> None:
+    small_blocks()
+    check(make_case(1, 70, 1, 16, seen=seen))
+
+
+def test_long_sequences_are_scanned_in_segments(small_blocks: Callable[..., None]) -> None:
+    small_blocks(block=16, chunk=16, tile=16, part=16)
+    case = make_case(1, 150, 1, 16)
+    plan = kernels.make_plan(1, 150, None, None, kernels.configuration(torch.float32, 16), torch.device(DEVICE))
+    launch = kernels.Launcher(case.q.to(DEVICE), plan, kernels.configuration(torch.float32, 16), True, True)
+    assert launch.segments > 1 and launch.per_segment > 1
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "want",
+    [("query",), ("correction",), ("second_moment",), ("total",), ("query", "correction")],
+)
+def test_every_gradient_from_every_output(want: tuple[str, ...]) -> None:
+    check(make_case(1, 35, 1, 16), want=want)
+
+
+@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False)])
+def test_uncentred_and_raw(centred: bool, normalize: bool) -> None:
+    check(make_case(1, 35, 1, 16), centred=centred, normalize=normalize)
+
+
+@pytest.mark.parametrize(("kind", "normalize"), [*((kind, True) for kind in MASKS), ("both", False)])
+def test_padding_is_exact(kind: str, normalize: bool) -> None:
+    mask = torch.tensor(MASKS[kind])
+    case = make_case(2, 70, 1, 16)
+    real = mask.bool()
+    actual = check(case, mask=mask, normalize=normalize)
+    padded = l2_normalize(case.q) if normalize else case.q
+    assert_close("padded query", actual["query"][~real], padded[~real], TOLERANCE, floor=FLOOR)
+    for name in ("correction", "d_q", "d_k", "d_gate"):
+        assert not actual[name][~real].any(), name
+
+
+def test_nothing_in_the_padding_spreads() -> None:
+    mask = torch.tensor(MASKS["both"])
+    case = make_case(2, 70, 1, 16).to(torch.float32)
+    padding = mask[:, :, None, None] == 0
+    nan = float("nan")
+    dirty = case._replace(
+        q=case.q.masked_fill(padding, nan),
+        k=case.k.masked_fill(padding, nan),
+        gate=case.gate.masked_fill(padding[..., 0], nan) if DEVICE == "cuda" else case.gate,
+    )
+    clean = run(case, backend="triton", device=DEVICE, mask=mask)
+    found = run(dirty, backend="triton", device=DEVICE, mask=mask)
+    for name, value in clean.items():
+        real = mask.bool() if name == "query" else slice(None)
+        assert torch.equal(found[name][real], value[real]), name
+
+
+@pytest.mark.parametrize("boundaries", [[0, 0, 5, 5, 40, 41, 41], [0], [0, 0], [0, 1]])
+def test_packed_documents(boundaries: list[int]) -> None:
+    check(
+        make_case(1, boundaries[-1], 1, 16, sequences=len(boundaries) - 1),
+        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 1, 16), (2, 0, 1, 16), (0, 0, 1, 16)])
+def test_nothing_in_gives_nothing_out_and_the_state_back(shape: tuple[int, ...]) -> None:
+    case = make_case(*shape).to(torch.float32)
+    found = run(case, backend="triton", device=DEVICE)
+    assert found["query"].shape == shape
+    for name, field in zip(("second_moment", "total", "count"), case.statistics, strict=True):
+        assert torch.equal(found[name], field)
+    assert found["d_second_moment"].shape == case.statistics.second_moment.shape
+
+
+@pytest.mark.parametrize("cut", [1, 16, 31, 39])
+def test_split_prefill(cut: int) -> None:
+    case = make_case(1, 40, 1, 16).to(torch.float32)
+    exact = case.to(torch.float64)
+    whole = curvature_conditioned_query(
+        *exact[:3], statistics=exact.statistics, return_correction=True, backend="reference"
+    )
+    statistics, parts = case.statistics, []
+    for part in (slice(0, cut), slice(cut, 40)):
+        _, correction, statistics = call(Case(*(x[:, part] for x in case[:3]), statistics))
+        parts.append(correction)
+    assert_close("correction", torch.cat(parts, 1), whole.correction, TOLERANCE)
+    assert_close("second moment", statistics.second_moment, whole.statistics.second_moment, TOLERANCE)
+    assert_close("total", statistics.total, whole.statistics.total, TOLERANCE)
+    assert torch.equal(statistics.count, whole.statistics.count)
+
+
+def test_gradients_through_the_state_equal_those_of_the_whole() -> None:
+    case = make_case(1, 40, 1, 16).to(torch.float32)
+    weight = torch.randn(1, 40, 1, 16, dtype=torch.float64)
+
+    def gradients(case: Case, cuts: list[int], backend: str, device: str) -> tuple[Tensor, ...]:
+        inputs = [x.clone().requires_grad_() for x in case[:3]]
+        statistics, parts = None, []
+        for start, end in itertools.pairwise(cuts):
+            pieces = (x[:, start:end].to(device) for x in inputs)
+            result = curvature_conditioned_query(*pieces, statistics=statistics, backend=backend)
+            statistics = result.statistics
+            parts.append(result.query.cpu().double())
+        return torch.autograd.grad((torch.cat(parts, 1) * weight).sum(), inputs)
+
+    exact = gradients(case.to(torch.float64), [0, 40], "reference", "cpu")
+    for name, whole, cut in zip("qkg", exact, gradients(case, [0, 1, 4, 23, 40], "triton", DEVICE), strict=True):
+        assert_close(f"gradient of {name}", cut, whole, TOLERANCE)
+
+
+def test_views_and_expanded_tensors_are_read_right() -> None:
+    packed = torch.randn(2, 20, 1, 3 * 16)
+    q, k, _ = packed.split(16, dim=-1)
+    gate = torch.rand(2, 1, 1).expand(2, 20, 1)
+    transposed = torch.randn(2, 1, 20, 16).transpose(1, 2)
+    expanded = torch.randn(2, 1, 1, 16).expand(2, 20, 1, 16)
+    for a, b in ((q, transposed), (expanded, k), (q, expanded)):
+        results = []
+        for backend, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float32, DEVICE)):
+            inputs = [x.detach().to(device, dtype).requires_grad_() for x in (a, b, gate)]
+            result = curvature_conditioned_query(*inputs, return_correction=True, backend=backend)
+            # The gradient of a sum arrives expanded, with strides of zero.
+            gradients = torch.autograd.grad(result.query.sum(), inputs)
+            results.append([x.detach().cpu() for x in (result.correction, *gradients)])
+        for name, expected, actual in zip(("correction", "d_q", "d_k", "d_gate"), *results, strict=True):
+            assert_close(name, actual, expected, 1e-5, floor=FLOOR)
+
+
+def test_equal_keys_have_no_covariance() -> None:
+    case = make_case(1, 90, 1, 16, seen=0)
+    _, correction, _ = call(case._replace(k=case.k[:, :1].expand_as(case.k)))
+    assert correction.abs().max() <= 50 * torch.finfo(torch.float32).eps
+
+
+def test_zero_keys_change_nothing() -> None:
+    case = make_case(1, 40, 1, 16, seen=0)
+    found = run(case._replace(k=torch.zeros_like(case.k)).to(torch.float32), backend="triton", device=DEVICE)
+    assert_close("query", found["query"], l2_normalize(case.q), TOLERANCE)
+    assert not found["correction"].any()
+    assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def test_gate_of_zero_returns_the_normalised_query() -> None:
+    case = make_case(1, 40, 1, 16)
+    case = case._replace(gate=torch.zeros_like(case.gate))
+    query, correction, _ = call(case)
+    assert_close("query", query, l2_normalize(case.q), TOLERANCE)
+    assert correction.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_type_of_the_gate_is_free_and_its_gradient_has_it(dtype: torch.dtype) -> None:
+    case = make_case(1, 20, 1, 16)
+    case = case.to(torch.float32)._replace(gate=case.gate.to(dtype))
+    actual = run(case, backend="triton", device=DEVICE)
+    expected = run(case.to(torch.float64), backend="reference")
+    assert actual["d_gate"].dtype == dtype
+    assert_close("query", actual["query"], expected["query"], TOLERANCE)
+    assert_close("d_gate", actual["d_gate"], expected["d_gate"], max(TOLERANCE, torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("kind", ["flat", "common mean"])
+def test_float16_errs_at_most_twice_the_yardstick(kind: str) -> None:
+    # bfloat16 is tested on a GPU: the interpreter rounds it wrongly.
+    case = spread_keys(kind, make_case(1, 65, 1, 32, seen=0))
+    given, want = case.to(torch.float16), ("query", "correction")
+    actual = run(given, backend="triton", device=DEVICE, want=want)
+    exact = run(given.to(torch.float64), backend="reference", want=want)
+    assert actual["query"].dtype == actual["d_q"].dtype == actual["d_k"].dtype == torch.float16
+    assert actual["correction"].dtype == actual["second_moment"].dtype == torch.float32
+    for name, value in yardstick(case, torch.float16).items():
+        error, yard = relative_error(actual[name], exact[name]), relative_error(value, exact[name])
+        assert error <= 2 * yard, f"{name}: {error:.2e} against {yard:.2e}"
+
+
+def test_autocast_around_the_call_rounds_nothing() -> None:
+    case = make_case(1, 35, 1, 16).to(torch.float32)
+    plain = run(case, backend="triton", device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        rounded = run(case, backend="triton", device=DEVICE)
+    for name, value in plain.items():
+        assert torch.equal(rounded[name], value), name
+
+
+def test_nothing_large_but_the_inputs_is_kept_for_the_backward_pass() -> None:
+    case = make_case(1, 64, 1, 64, seen=0).to(torch.float32)
+    q, k, gate = (x.to(DEVICE).requires_grad_() for x in case[:3])
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        curvature_conditioned_query(q, k, gate, backend="triton")
+    beyond = [size for pointer, size in kept.items() if pointer not in {x.data_ptr() for x in (q, k, gate)}]
+    # The statistics at the start, the totals before each block, and a few numbers a token.
+    assert sum(beyond) <= 64 * 64 + 5 * 64 + 5 * 64
+    assert sum(kept.values()) - sum(beyond) == 2 * 64 * 64 + 64
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("tokens", [1, 35])
+def test_compiles_without_a_break_and_agrees(tokens: int, gradient: bool) -> None:
+    case = make_case(1, tokens, 1, 16).to(torch.float32)
+    statistics = KeyStatistics(*(x.to(DEVICE) for x in case.statistics))
+
+    def read(q: Tensor, k: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        result = curvature_conditioned_query(
+            q, k, gate, statistics=statistics, return_correction=True, backend="triton"
+        )
+        return result.query * 2, result.correction, *result.statistics
+
+    results = []
+    for function in (read, torch.compile(read, fullgraph=True, backend="aot_eager")):
+        inputs = [x.clone().to(DEVICE).requires_grad_(gradient) for x in case[:3]]
+        outputs = function(*inputs)
+        if gradient:
+            loss = outputs[0].square().sum() + outputs[1].sum() + outputs[2].sum()
+            outputs = (*outputs, *torch.autograd.grad(loss, inputs))
+        results.append(outputs)
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(compiled, eager)
+
+
+def operator_inputs(tokens: int, *, sequences: int = 1, gradient: bool = False) -> list[Tensor]:
+    case = make_case(1, tokens, 1, 16, sequences=sequences).to(torch.float32)
+    inputs = [x.to(DEVICE) for x in (*case[:3], *case.statistics)]
+    return [x.requires_grad_(gradient and x.is_floating_point()) for x in inputs]
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_the_operator_keeps_its_promises(correction: bool) -> None:
+    torch.library.opcheck(
+        fused.read_step, (*operator_inputs(17, gradient=True), None, None, True, True, correction), atol=1e-6, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("boundaries", [None, [0, 3, 3, 20]])
+def test_the_operator_keeps_its_promises_with_padding_and_packing(boundaries: list[int] | None) -> None:
+    mask = None if boundaries else torch.arange(20, device=DEVICE)[None] > 2
+    inputs = operator_inputs(20, sequences=1 if boundaries is None else 3)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True), test_utils=checks)
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
+    q, k, gate, second_moment, total, count = operator_inputs(17)
+    _, r, _, last_total, _, *saved = fused.read_step(
+        q, k, gate, second_moment, total, count, None, None, True, True, correction
+    )
+    states = (torch.ones_like(second_moment), torch.ones_like(total)) if correction else (None, None)
+    arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))
+    torch.library.opcheck(
+        fused.read_step_backward,
+        (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_what_the_kernels_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 3, 1, 16, device=DEVICE)
+    with pytest.raises(TypeError, match=r"float32, float16 or bfloat16, got float64.*backend='torch'"):
+        curvature_conditioned_query(q.double(), q.double(), 0.1, backend="triton")
+    wide = torch.randn(1, 3, 1, 257, device=DEVICE)
+    with pytest.raises(ValueError, match=r"D up to 256, got 257.*backend='torch'"):
+        curvature_conditioned_query(wide, wide, 0.1, backend="triton")
+    monkeypatch.setattr(step, "interpreted", lambda: False)
+    with pytest.raises(RuntimeError, match=r"needs tensors on a GPU, got cpu.*TRITON_INTERPRET=1"):
+        curvature_conditioned_query(q.cpu(), q.cpu(), 0.1, backend="triton")
+    monkeypatch.setattr(fused, "TRITON_INSTALLED", False)
+    with pytest.raises(ImportError, match=r"needs the package triton.*\[gpu\]"):
+        curvature_conditioned_query(q, q, 0.1, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "expected"),
+    [
+        ("cuda", torch.bfloat16, 256, "fused"),
+        ("cuda", torch.float32, 17, "fused"),
+        ("cuda", torch.float64, 64, "chunked"),
+        ("cuda", torch.float32, 257, "chunked"),
+        ("cpu", torch.float32, 64, "chunked"),
+    ],
+)
+def test_auto_takes_the_kernels_where_they_can_run(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, size: int, expected: str
+) -> None:
+    import ccq.ops.query as module
+
+    taken: list[str] = []
+
+    def note(name: str) -> Callable[..., tuple[Tensor, None, KeyStatistics]]:
+        def implementation(
+            q: Tensor, k: Tensor, gate: Tensor, statistics: KeyStatistics, **_: Any
+        ) -> tuple[Tensor, None, KeyStatistics]:
+            taken.append(name)
+            return q, None, statistics
+
+        return implementation
+
+    monkeypatch.setattr(module, "fused_curvature_conditioned_query", note("fused"))
+    monkeypatch.setattr(module, "chunked_curvature_conditioned_query", note("chunked"))
+    # A fake tensor of a device that this machine need not have.
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(1, 3, 1, size, dtype=dtype, device=device)
+        curvature_conditioned_query(q, q, 0.1)
+    assert taken == [expected]
+
+
+def test_importing_the_read_step_does_not_import_triton() -> None:
+    code = "import sys, ccq.ops.query; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,199 @@
+"""One token at a time: the kernel of the decode step against the recurrence in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import assert_close
+from tests.ops.query.test_curvature_conditioned_query import Case, make_case
+from torch import Tensor
+
+from ccq.ops.query import (
+    CurvatureConditionedQueryResult,
+    KeyStatistics,
+    curvature_conditioned_query,
+    fused,
+    update_and_read_,
+)
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}
+FLOOR = 1e-6
+
+
+def on_device(statistics: KeyStatistics, device: str = DEVICE) -> KeyStatistics:
+    return KeyStatistics(*(x.clone().to(device) for x in statistics))
+
+
+def steps(case: Case, in_place: bool, **options: Any) -> list[CurvatureConditionedQueryResult]:
+    """The results of one call a token."""
+    statistics, results = on_device(case.statistics), []
+    for i in range(case.q.shape[1]):
+        q, k, gate = (x[:, i : i + 1].to(DEVICE) for x in case[:3])
+        options |= {"return_correction": True, "backend": "triton"}
+        if in_place:
+            result = update_and_read_(q, k, gate, statistics, **options)
+            assert all(old is new for old, new in zip(statistics, result.statistics, strict=True))
+        else:
+            result = curvature_conditioned_query(q, k, gate, statistics=statistics, **options)
+            statistics = result.statistics
+        results.append(result)
+    return results
+
+
+def check(case: Case, in_place: bool, **options: Any) -> None:
+    dtype = case.q.dtype
+    exact = case.to(torch.float64)
+    results = steps(case, in_place, **options)
+    expected = curvature_conditioned_query(
+        *exact[:3], statistics=exact.statistics, return_correction=True, backend="reference", **options
+    )
+    query = torch.cat([result.query for result in results], 1)
+    correction = torch.cat([result.correction for result in results if result.correction is not None], 1)
+    last = results[-1].statistics
+    assert query.dtype == dtype and correction.dtype == torch.float32
+    assert_close("query", query.cpu(), expected.query, TOLERANCE[dtype])
+    assert_close("correction", correction.cpu(), expected.correction, TOLERANCE[torch.float32], floor=FLOOR)
+    assert_close("second moment", last.second_moment.cpu(), expected.statistics.second_moment, TOLERANCE[torch.float32])
+    assert_close("total", last.total.cpu(), expected.statistics.total, TOLERANCE[torch.float32])
+    assert torch.equal(last.count.cpu(), expected.statistics.count)
+    assert torch.equal(last.second_moment, last.second_moment.mT)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("size", [16, 24, 40, 96, 256])
+def test_steps_equal_the_recurrence(size: int, in_place: bool) -> None:
+    check(make_case(2, 3, 2, size).to(torch.float32), in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False)])
+def test_uncentred_and_raw(centred: bool, normalize: bool, in_place: bool) -> None:
+    check(make_case(2, 3, 2, 24).to(torch.float32), in_place, centred=centred, normalize=normalize)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_sequence_from_its_first_token(in_place: bool) -> None:
+    check(make_case(2, 20, 2, 16, seen=0).to(torch.float32), in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_float16(in_place: bool) -> None:
+    check(make_case(2, 3, 2, 40).to(torch.float16), in_place)
+
+
+def test_each_sequence_has_its_own_count() -> None:
+    case = make_case(3, 3, 2, 16).to(torch.float32)
+    check(case._replace(statistics=case.statistics._replace(count=torch.tensor([9, 20, 700]))), True)
+
+
+def test_in_place_and_anew_are_bit_equal() -> None:
+    case = make_case(2, 4, 3, 40).to(torch.float32)
+    for anew, in_place in zip(steps(case, False), steps(case, True), strict=True):
+        assert torch.equal(anew.query, in_place.query)
+        assert torch.equal(anew.correction, in_place.correction)
+    for a, b in zip(anew.statistics, in_place.statistics, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
+    case = make_case(3, 2, 2, 40).to(torch.float32)
+    together = steps(case, False)[-1]
+    statistics = KeyStatistics(*(x[1:2] for x in case.statistics))
+    alone = steps(Case(*(x[1:2] for x in case[:3]), statistics), False)[-1]
+    assert torch.equal(together.query[1:2], alone.query)
+    assert torch.equal(together.statistics.second_moment[1:2], alone.statistics.second_moment)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_views_and_a_number_as_gate(in_place: bool) -> None:
+    packed = torch.randn(2, 1, 2, 48, device=DEVICE)
+    q, k, _ = packed.split(16, dim=-1)
+    statistics = on_device(make_case(2, 1, 2, 16).to(torch.float32).statistics)
+    expected = curvature_conditioned_query(
+        q.double().cpu(),
+        k.double().cpu(),
+        0.3,
+        statistics=KeyStatistics(*(x.double().cpu() for x in statistics[:2]), statistics.count.cpu()),
+        backend="reference",
+    )
+    if in_place:
+        actual = update_and_read_(q, k, 0.3, statistics, backend="triton")
+    else:
+        actual = curvature_conditioned_query(q, k, 0.3, statistics=statistics, backend="triton")
+    assert actual.correction is None
+    assert_close("query", actual.query.cpu(), expected.query, 3e-6)
+    assert_close("second moment", actual.statistics[0].cpu(), expected.statistics[0], 3e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_in_place_without_triton(backend: str) -> None:
+    case = make_case(2, 1, 2, 5)
+    statistics = on_device(case.statistics, "cpu")
+    addresses = [x.data_ptr() for x in statistics]
+    actual = update_and_read_(*case[:3], statistics, return_correction=True, backend=backend)
+    expected = curvature_conditioned_query(
+        *case[:3], statistics=case.statistics, return_correction=True, backend="reference"
+    )
+    assert actual.correction is not None and expected.correction is not None
+    assert_close("correction", actual.correction, expected.correction, 1e-12)
+    assert [x.data_ptr() for x in statistics] == addresses
+    for name, new, want in zip(KeyStatistics._fields, statistics, expected.statistics, strict=True):
+        assert_close(name, new, want, 1e-12)
+
+
+def test_no_sequences() -> None:
+    case = make_case(0, 1, 2, 16).to(torch.float32)
+    for in_place in (False, True):
+        (result,) = steps(case, in_place)
+        assert result.query.shape == (0, 1, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 2}, r"q must have shape \[N, 1, H, D\], got \[2, 2, 3, 16\]"),
+        ({"requires_grad": True}, "knows no gradients.*torch.no_grad"),
+        ({"transposed": True}, r"statistics.second_moment must be contiguous.*strides \(768, 256, 1, 16\)"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_input_is_named(change: dict[str, Any], message: str) -> None:
+    q = torch.randn(2, change.get("tokens", 1), 3, 16, requires_grad="requires_grad" in change)
+    statistics = KeyStatistics.zeros(2, 3, 16, dtype=q.dtype, device=q.device)
+    if "transposed" in change:
+        statistics = statistics._replace(second_moment=statistics.second_moment.mT)
+    with pytest.raises(ValueError, match=message):
+        update_and_read_(q, q.detach(), 0.1, statistics, backend=change.get("backend", "auto"))
+
+
+def operator_inputs() -> list[Tensor]:
+    case = make_case(2, 1, 2, 24).to(torch.float32)
+    return [x.to(DEVICE) for x in (*case[:3], *case.statistics)]
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_the_operators_keep_their_promises(correction: bool) -> None:
+    for operator in (fused.read_token, fused.read_token_):
+        torch.library.opcheck(operator, (*operator_inputs(), True, True, correction))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+def test_in_place_compiles_without_a_break_and_agrees() -> None:
+    q, k, gate, *fields = operator_inputs()
+
+    def decode(q: Tensor, k: Tensor, gate: Tensor, *fields: Tensor) -> Tensor:
+        return update_and_read_(q, k, gate, KeyStatistics(*fields), backend="triton").query + 1
+
+    results = []
+    for function in (decode, torch.compile(decode, fullgraph=True, backend="aot_eager")):
+        own = [x.clone() for x in fields]
+        results.append((function(q, k, gate, *own), *own))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(compiled, eager)
+    assert not torch.equal(results[0][1], fields[0])
