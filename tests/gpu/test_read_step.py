@@ -270,6 +270,7 @@ def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDA
     return graph, outputs
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the graph is captured on its own stream
 def test_a_cuda_graph_captures_forward_and_backward() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     cases = [make_case(2, 300, 2, 64, seed=seed).to(torch.bfloat16) for seed in range(2)]

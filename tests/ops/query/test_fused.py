@@ -36,6 +36,7 @@ TOLERANCE = 3e-6
 FLOOR = 1e-6
 """Absolute error allowed where the exact value is zero."""
 CONFIGURATION = kernels.configuration
+SMALL = dict(group=16, chunk=64, tile=16, part=16, read_rows=32, read_columns=16, gradient_rows=32, row_rows=8)
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Cut everything small; a test may call the fixture's value to choose other sizes."""
 
     def choose(**sizes: int) -> None:
-        monkeypatch.setattr(kernels, "configuration", lambda dtype, size: CONFIGURATION(dtype, size)._replace(**sizes))
+        monkeypatch.setattr(kernels, "configuration", lambda *which: CONFIGURATION(*which)._replace(**sizes))
 
-    choose(block=16, chunk=32, tile=16, part=16)
+    choose(**SMALL)
     return choose
 
 
@@ -93,10 +94,11 @@ def test_sizes_of_the_table(seen: int, small_blocks: Callable[..., None]) -> Non
 
 
 def test_long_sequences_are_scanned_in_segments(small_blocks: Callable[..., None]) -> None:
-    small_blocks(block=16, chunk=16, tile=16, part=16)
-    case = make_case(1, 150, 1, 16)
-    plan = kernels.make_plan(1, 150, None, None, kernels.configuration(torch.float32, 16), torch.device(DEVICE))
-    launch = kernels.Launcher(case.q.to(DEVICE), plan, kernels.configuration(torch.float32, 16), True, True)
+    small_blocks(**SMALL | {"chunk": 32})
+    case = make_case(1, 330, 1, 16)
+    config = kernels.configuration(torch.float32, 16, torch.device(DEVICE))
+    plan = kernels.make_plan(1, 330, None, None, config, torch.device(DEVICE))
+    launch = kernels.Launcher(case.q.to(DEVICE), plan, config, True, True)
     assert launch.segments > 1 and launch.per_segment > 1
     check(case)
 

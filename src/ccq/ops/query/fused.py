@@ -101,13 +101,13 @@ def read_step(
     return_correction: bool,
 ) -> tuple[Tensor, ...]:
     """The read step. Query, correction (or an empty tensor), second moment, total, count; and for the backward pass
-    the reciprocal lengths of the keys, the totals before each block, and the mean scores.
+    the reciprocal lengths of the queries, the totals before each group of keys, and the mean scores.
     """
     _step(q)
     kernels = _kernels()
     q, k, gate, second_moment, total, count = _contiguous(q, k, gate, second_moment, total, count)
     with torch.cuda.device_of(q):
-        config = kernels.configuration(q.dtype, q.shape[-1])
+        config = kernels.configuration(q.dtype, q.shape[-1], q.device)
         edges = None if boundaries is None else list(boundaries)
         plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
         done = kernels.forward(
@@ -136,7 +136,7 @@ def _(
     return_correction: bool,
 ) -> tuple[Tensor, ...]:
     rows, tokens, heads, size = q.shape
-    block = _kernels().configuration(q.dtype, int(size)).block
+    block = 2 * _kernels().configuration(q.dtype, int(size), q.device).group
     blocks: Any = rows * ((tokens + block - 1) // block)
     if boundaries is not None:
         blocks = sum((end - begin + block - 1) // block for begin, end in itertools.pairwise(boundaries))
@@ -148,7 +148,7 @@ def _(
         total.new_empty(total.shape),
         count.new_empty(count.shape),
         q.new_empty((rows, tokens, heads), dtype=kept),
-        q.new_empty((blocks, heads, size), dtype=kept),
+        q.new_empty((2 * blocks, heads, size), dtype=kept),
         q.new_empty((rows, tokens, heads), dtype=kept),
     )
 
@@ -185,7 +185,7 @@ def read_step_backward(
     kernels = _kernels()
     q, k, gate, second_moment, count, dy = _contiguous(q, k, gate, second_moment, count, dy)
     with torch.cuda.device_of(q):
-        config = kernels.configuration(q.dtype, q.shape[-1])
+        config = kernels.configuration(q.dtype, q.shape[-1], q.device)
         edges = None if boundaries is None else list(boundaries)
         plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
         saved = kernels.Forward(

@@ -1,26 +1,24 @@
 """The read step in Triton: forward and backward for dense, padded and packed input.
 
-Legend: N sequences, H heads, D key size (BD the next power of two), C tokens a chunk, BT tokens a block (a chunk has
-C / BT of them), S tiles of a state a side (of BS columns), G segments into which the scan of a long sequence is split.
-i reads, j is read.
+Legend: N sequences, H heads, D key size (BD the next power of two), C tokens a chunk, BN keys a group, two groups a
+block, BT rows that a program treats, S tiles of a state a side (of BS columns). i reads, j is read.
 
 The mathematics is that of `chunked.py`; what differs is how sums travel between programs.
 
-Forward. `_block_sums` reads k once: reciprocal lengths rk, and sums of rk k over each block. `_scan_vectors` adds these
-up to m before each block. `_scan_moments` walks over the sequence, one program for each tile of the upper triangle,
-adds up M in float32 registers, and writes at each chunk the covariance of everything before it, Sigma_0 = M / t0 -
-(m / t0)(m / t0)^T: centred before it is rounded, because M and m m^T / t0 nearly cancel when keys share a mean, and
-divided by t0 so that its range does not grow with length. `_read` then treats every block alone:
+Forward. `_unit_keys` normalises k and sums each group of BN keys; `_scan_vectors` adds these sums up to m before each
+group. `_scan_moments` walks over the sequence, one program for each tile of the upper triangle, adds up M in float32
+registers, and writes at each chunk the covariance of everything before it, Sigma_0 = M / t0 - (m / t0)(m / t0)^T:
+centred before it is rounded, because M and m m^T / t0 nearly cancel when keys share a mean, and divided by t0 so that
+its range does not grow with length. `_covariance` then treats every block of rows alone:
 
     a_i = (q_i . m_block + sum over j <= i in the block of s_ij) / t_i
-    r_i = (t0 Sigma_0 q_i + ((q_i . m_chunk) / t0 - a_i) m_chunk + sum over j <= i in the chunk of (s_ij - a_i) k_j) / t_i
+    r_i = (t0 Sigma_0 q_i + ((q_i . m_chunk) / t0 - a_i) m_chunk + sum over j <= i of (s_ij - a_i) k_j) / t_i
 
-Queries and keys enter products as they were given; their reciprocal lengths multiply scores and rows, so normalising
-rounds nothing.
+Queries enter products as they were given; their reciprocal lengths multiply scores and rows.
 
-Backward. `_read_backward` applies the same routine to the gradient p that reaches r, which gives dq and the gate's
-gradient, and the block sums of w. `_scan_gradients` walks backwards and writes at each chunk W, the sum over later
-tokens of (p q^T + q p^T) / t, and W mu for the mean mu at the end of the chunk. `_key_gradients` then needs
+Backward. `_covariance` applied to the gradient p that reaches r gives u = Sigma p; `_query_gradients` makes dq, the
+gate's gradient and the sums of w from it. `_scan_gradients` walks backwards and writes at each chunk W, the sum over
+later tokens of (p q^T + q p^T) / t, and W mu for the mean mu at the end of the chunk. `_key_gradients` then needs
 
     dk_j = W (k_j - mu) + (W mu - w) + sum over i >= j in the chunk of (p_i (s_ij - a_i) + q_i (z_ij - c_i)) / t_i
 
@@ -45,18 +43,28 @@ from ccq.ops.query.reference import NORM_EPSILON
 class Configuration(NamedTuple):
     """Sizes and launch parameters of all kernels for one dtype and key size."""
 
-    block: int
-    """BT"""
+    group: int
+    """BN, keys that are multiplied at once; a block has two groups."""
+    chunk: int
+    """C, a multiple of 2 BN."""
     tile: int
     """BS"""
     part: int
-    """BK, columns of a state that are loaded at once."""
-    chunk: int
-    """C, a multiple of BT."""
+    """BK, rows of a state that are loaded at once."""
     scan_warps: int
+    scan_stages: int
+    read_rows: int
+    """BT of `_covariance_kernel`, BN or 2 BN."""
+    read_columns: int
+    """BO"""
     read_warps: int
+    read_stages: int
+    row_rows: int
+    """BR, rows that the kernels which only pass over rows hold at once."""
+    row_warps: int
+    gradient_rows: int
     gradient_warps: int
-    stages: int
+    gradient_stages: int
 
 
 class Plan(NamedTuple):
@@ -86,6 +94,31 @@ def _sequence(begin, end, n):
 
 
 @triton.jit
+def _load_rows(
+    pointer, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """[ROWS, WIDTH] of one head, from the row at `pointer` on; zeros past `left` rows and past D.
+
+    Addresses are a 64-bit pointer and 32-bit offsets inside the block: fewer registers than 64 bits for every element.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    mask = (row < left)[:, None]
+    if WIDTH > D:
+        mask = mask & (column < D)
+    return tl.load(pointer + (row[:, None] * (H * D) + column), mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(pointer, x, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+    """The counterpart of `_load_rows`; converts to the type of the memory."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    mask = (row < left)[:, None]
+    if WIDTH > D:
+        mask = mask & (column < D)
+    tl.store(pointer + (row[:, None] * (H * D) + column), x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _upper_tile(pair, S: tl.constexpr):
     """Row and column of the tile number `pair` of the upper triangle, counted row by row."""
     row = 0
@@ -99,8 +132,9 @@ def _upper_tile(pair, S: tl.constexpr):
 
 
 @triton.jit
-def _block_sums_kernel(
+def _unit_keys_kernel(
     k,
+    unit,
     reciprocal,
     sums,
     begin,
@@ -110,25 +144,31 @@ def _block_sums_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """For every block: reciprocal lengths of its keys [B T, H], and the sum of its normalised keys [blocks, H, D]."""
+    """For every group of BN keys, two to a block: the normalised keys, their reciprocal lengths, and their sum."""
     h = tl.program_id(0) % H
-    block = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + block)
+    group = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + group // 2)
     first, length = _sequence(begin, end, n)
-    inside = (block - tl.load(block_start + n)).to(tl.int32) * BT + tl.arange(0, BT)
-    real = inside < length
-    token = (first + inside) * H + h
-    column = tl.arange(0, BD)
-    b_k = tl.load(k + token[:, None] * D + column, mask=real[:, None] & (column < D), other=0.0).to(tl.float32)
-    b_r = tl.full((BT,), 1.0, tl.float32)
-    if NORMALIZE:
-        b_r = tl.rsqrt(tl.sum(b_k * b_k, 1) + EPS)
-    tl.store(reciprocal + token, b_r, mask=real)
-    tl.store(sums + (block * H + h) * D + column, tl.sum(b_k * b_r[:, None], 0), mask=column < D)
+    start = (group - 2 * tl.load(block_start + n)).to(tl.int32) * BN
+    row, column = tl.arange(0, BR), tl.arange(0, BD)
+    b_sum = tl.zeros((BR, BD), tl.float32)
+    for r in tl.static_range(0, BN, BR):
+        base, left = (first + start + r) * H + h, length - start - r
+        b_k = _load_rows(k + base * D, left, BR, BD, H, D).to(tl.float32)
+        if NORMALIZE:
+            b_r = tl.rsqrt(tl.sum(b_k * b_k, 1) + EPS)
+            tl.store(reciprocal + base + row * H, b_r, mask=row < left)
+            b_k *= b_r[:, None]
+        b_unit = b_k.to(unit.dtype.element_ty)
+        _store_rows(unit + base * D, b_unit, left, BR, BD, H, D)
+        # The sum of the rounded keys: it must be the mean of what the products see.
+        b_sum += b_unit.to(tl.float32)
+    tl.store(sums + (group * H + h) * D + column, tl.sum(b_sum, 0), mask=column < D)
 
 
 @triton.jit
@@ -143,20 +183,20 @@ def _scan_vectors_kernel(
     STEP: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """In place of the block sums [blocks, H, D]: the sum before each block (REVERSE: behind it). And the last one."""
+    """In place of the sums [groups, H, D]: the sum before each group (REVERSE: behind it). And the last one."""
     h = tl.program_id(0) % H
     n = tl.program_id(0).to(tl.int64) // H
-    start = tl.load(block_start + n)
-    blocks = (tl.load(block_start + n + 1) - start).to(tl.int32)
+    start = 2 * tl.load(block_start + n)
+    groups = (2 * tl.load(block_start + n + 1) - start).to(tl.int32)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     step = tl.arange(0, STEP)
     state = (n * H + h) * D + column
     running = tl.load(initial + state, mask=column < D, other=0.0)
-    for done in range(0, blocks, STEP):
+    for done in range(0, groups, STEP):
         place = done + step
-        inside = (place < blocks)[:, None] & (column < D)
+        inside = (place < groups)[:, None] & (column < D)
         if REVERSE:
-            place = blocks - 1 - place
+            place = groups - 1 - place
         pointer = sums + ((start + place[:, None]) * H + h) * D + column
         b_x = tl.load(pointer, mask=inside, other=0.0)
         b_sum = tl.cumsum(b_x, 0)
@@ -166,38 +206,26 @@ def _scan_vectors_kernel(
 
 
 @triton.jit
-def _moment_tile(
-    k,
-    reciprocal,
-    first,
-    start,
-    stop,
-    h,
-    row,
-    column,
-    acc,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """acc + the sum of k_row k_column^T, both normalised, over tokens start ... stop - 1."""
-    for t in range(start, stop, BT):
-        inside = t + tl.arange(0, BT)
-        real = inside < stop
-        token = (first + inside) * H + h
-        b_r = tl.load(reciprocal + token, mask=real, other=0.0)
-        b_i = tl.load(k + token[:, None] * D + row, mask=real[:, None] & (row < D), other=0.0)
-        b_j = tl.load(k + token[:, None] * D + column, mask=real[:, None] & (column < D), other=0.0)
-        b_i = (b_i.to(tl.float32) * (b_r * b_r)[:, None]).to(b_j.dtype)
-        acc = tl.dot(tl.trans(b_i), b_j, acc, input_precision=PRECISION)
-    return acc
+def _load_columns(pointer, column, left, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):
+    """[BN, BS], the columns `column` of the rows from `pointer` on."""
+    row = tl.arange(0, BN)
+    return tl.load(pointer + (row[:, None] * (H * D) + column), mask=(row < left)[:, None] & (column < D), other=0.0)
 
 
 @triton.jit
+def _add_moments(
+    unit, first, start, length, h, row, column, acc, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + the sum of k_row k_column^T over the group of keys that begins at `start`."""
+    base, left = unit + ((first + start) * H + h) * D, length - start
+    b_i, b_j = _load_columns(base, row, left, H, D, BN), _load_columns(base, column, left, H, D, BN)
+    return tl.dot(tl.trans(b_i), b_j, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["sequences", "per_segment"])
 def _scan_moments_kernel(
-    k,
-    reciprocal,
+    unit,
     vectors,
     covariances,
     totals,
@@ -212,7 +240,7 @@ def _scan_moments_kernel(
     per_segment,
     H: tl.constexpr,
     D: tl.constexpr,
-    BT: tl.constexpr,
+    BN: tl.constexpr,
     BS: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
@@ -240,9 +268,8 @@ def _scan_moments_kernel(
     tile = (n * H + h) * PAIRS + pair
     if TOTALS_ONLY:
         acc = tl.zeros((BS, BS), tl.float32)
-        acc = _moment_tile(
-            k, reciprocal, first, low * C, tl.minimum(high * C, length), h, row, column, acc, H, D, BT, PRECISION
-        )
+        for t in range(low * C, tl.minimum(high * C, length), BN):
+            acc = _add_moments(unit, first, t, length, h, row, column, acc, H, D, BN, PRECISION)
         where = segment.to(tl.int64) * sequences * H * PAIRS + tile
         tl.store(totals + where * BS * BS + inside_tile, acc)
     else:
@@ -253,23 +280,23 @@ def _scan_moments_kernel(
         for earlier in range(0, segment):
             where = tl.cast(earlier, tl.int64) * sequences * H * PAIRS + tile
             acc += tl.load(totals + where * BS * BS + inside_tile)
-        seen = tl.load(count + n) + low * C
-        block = tl.load(block_start + n)
-        for c in range(low, high):
-            b_t = 1.0 / tl.maximum(seen, 1).to(tl.float32)
-            b_c = acc * b_t
-            if CENTRED:
-                m = vectors + ((block + c * (C // BT)) * H + h) * D
-                b_mi = tl.load(m + row, mask=row < D, other=0.0) * b_t
-                b_mj = tl.load(m + column, mask=column < D, other=0.0) * b_t
-                b_c -= b_mi[:, None] * b_mj
-            state = covariances + ((tl.load(chunk_start + n) + c) * H + h) * D * D
-            tl.store(state + square, b_c.to(covariances.dtype.element_ty), mask=fits)
-            if i != j:
-                tl.store(state + mirrored, b_c.to(covariances.dtype.element_ty), mask=fits)
-            stop = tl.minimum((c + 1) * C, length)
-            acc = _moment_tile(k, reciprocal, first, c * C, stop, h, row, column, acc, H, D, BT, PRECISION)
-            seen += C
+        seen = tl.load(count + n)
+        group, chunk = 2 * tl.load(block_start + n), tl.load(chunk_start + n)
+        # One loop over all groups of the segment, not one for each chunk: loads run ahead across chunks.
+        for t in range(low * C, tl.minimum(high * C, length), BN):
+            if t % C == 0:
+                b_t = 1.0 / tl.maximum(seen + t, 1).to(tl.float32)
+                b_c = acc * b_t
+                if CENTRED:
+                    m = vectors + ((group + t // BN) * H + h) * D
+                    b_mi = tl.load(m + row, mask=row < D, other=0.0) * b_t
+                    b_mj = tl.load(m + column, mask=column < D, other=0.0) * b_t
+                    b_c -= b_mi[:, None] * b_mj
+                state = covariances + ((chunk + t // C) * H + h) * D * D
+                tl.store(state + square, b_c.to(covariances.dtype.element_ty), mask=fits)
+                if i != j:
+                    tl.store(state + mirrored, b_c.to(covariances.dtype.element_ty), mask=fits)
+            acc = _add_moments(unit, first, t, length, h, row, column, acc, H, D, BN, PRECISION)
         if segment == tl.maximum(chunks - 1, 0) // per_segment:
             state = final + (n * H + h) * D * D
             tl.store(state + square, acc, mask=fits)
@@ -278,83 +305,98 @@ def _scan_moments_kernel(
 
 
 @triton.jit
-def _covariance_times(
-    x,
-    b_x,
-    b_rx,
-    k,
-    reciprocal,
-    vectors,
-    covariances,
-    block,
-    chunk,
-    place,
-    first,
-    length,
-    seen,
-    h,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BK: tl.constexpr,
-    BT: tl.constexpr,
-    C: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
-):
-    """Sigma_i x_i [BT, BD] and the mean scores [BT] of one block, for x as given (`b_x` in float32) times `b_rx`.
-
-    `seen` is the count of the sequence before its first token of this call, `place` the block's number in it.
-    """
-    inside = place * BT + tl.arange(0, BT)
-    real = inside < length
-    token = (first + inside) * H + h
-    column = tl.arange(0, BD)
-    FIRST: tl.constexpr = C // BT
-    start = (place // FIRST) * FIRST
-    before = seen + start * BT
-    b_t = tl.where(real, seen + inside + 1, 1).to(tl.float32)
-
-    acc = tl.zeros((BT, BD), tl.float32)
-    for d in range(0, D, BK):
-        part = d + tl.arange(0, BK)
-        b_xd = tl.load(x + token[:, None] * D + part, mask=real[:, None] & (part < D), other=0.0)
-        state = covariances + (chunk * H + h) * D * D
-        b_c = tl.load(state + part[:, None] * D + column, mask=(part < D)[:, None] & (column < D), other=0.0)
-        acc = tl.dot(b_xd.to(b_c.dtype), b_c, acc, input_precision=STATE_PRECISION)
-    acc *= (before.to(tl.float32) * b_rx)[:, None]
-
-    b_r = tl.load(reciprocal + token, mask=real, other=0.0)
-    b_k = tl.load(k + token[:, None] * D + column, mask=real[:, None] & (column < D), other=0.0)
-    operand = b_x.to(b_k.dtype)
-    b_s = tl.dot(operand, tl.trans(b_k), input_precision=PRECISION) * b_rx[:, None] * b_r
-    causal = tl.arange(0, BT)[:, None] >= tl.arange(0, BT)
-    b_a = tl.zeros((BT,), tl.float32)
-    if CENTRED:
-        b_mb = tl.load(vectors + (block * H + h) * D + column, mask=column < D, other=0.0)
-        b_mc = tl.load(vectors + ((block - (place - start)) * H + h) * D + column, mask=column < D, other=0.0)
-        b_a = (tl.sum(b_x * b_mb, 1) * b_rx + tl.sum(tl.where(causal, b_s, 0.0), 1)) / b_t
-        b_lean = tl.sum(b_x * b_mc, 1) * b_rx / tl.maximum(before, 1).to(tl.float32) - b_a
-        acc += b_lean[:, None] * b_mc
-    b_s = tl.where(causal, b_s - b_a[:, None], 0.0) * b_r
-    acc = tl.dot(b_s.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-    for earlier in range(start, place):
-        source = (first + earlier * BT + tl.arange(0, BT)) * H + h
-        b_r = tl.load(reciprocal + source)
-        b_k = tl.load(k + source[:, None] * D + column, mask=(column < D)[None, :], other=0.0)
-        b_s = tl.dot(operand, tl.trans(b_k), input_precision=PRECISION) * b_rx[:, None] * b_r
-        b_s = (b_s - b_a[:, None]) * b_r
-        acc = tl.dot(b_s.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-    return acc / b_t[:, None], b_a
+def _load_part(pointer, begin, left, ROWS: tl.constexpr, BK: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+    """[ROWS, BK], columns `begin` ... of the rows from `pointer` on."""
+    row, column = tl.arange(0, ROWS), begin + tl.arange(0, BK)
+    mask = (row < left)[:, None]
+    if D % BK != 0:
+        mask = mask & (column < D)
+    return tl.load(pointer + (row[:, None] * (H * D) + column), mask=mask, other=0.0)
 
 
 @triton.jit
-def _read_kernel(
-    q,
-    k,
+def _load_state(pointer, top, side, BK: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """[BK, WIDTH], the rows from `top` and columns from `side` on of a state [D, D]."""
+    row, column = top + tl.arange(0, BK), side + tl.arange(0, WIDTH)
+    if D % BK == 0 and D % WIDTH == 0:
+        return tl.load(pointer + (row[:, None] * D + column))
+    else:
+        return tl.load(pointer + (row[:, None] * D + column), mask=(row < D)[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def _store_part(pointer, x, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+    """Stores [ROWS, WIDTH] at the columns from `side` on, in the type of the memory."""
+    row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
+    mask = (row < left)[:, None]
+    if D % WIDTH != 0:
+        mask = mask & (column < D)
+    tl.store(pointer + (row[:, None] * (H * D) + column), x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _row_scalars_kernel(
+    x,
+    vectors,
+    reciprocal,
+    at_block,
+    at_chunk,
+    begin,
+    end,
+    owner,
+    block_start,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    C: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """For every row x: its reciprocal length, and its products with m before its block of BT rows and its chunk.
+
+    Apart from `_covariance_kernel`, which then needs its rows as operands only and keeps none of them in registers.
+    """
+    h = tl.program_id(0) % H
+    group = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + group // 2)
+    first, length = _sequence(begin, end, n)
+    begun = 2 * tl.load(block_start + n)
+    place = (group - begun).to(tl.int32)
+    start = place * BN
+    if start < length:
+        row, column = tl.arange(0, BR), tl.arange(0, BD)
+        b_mb = tl.zeros((BD,), tl.float32)
+        b_mc = b_mb
+        if CENTRED:
+            m = vectors + ((begun + place // (BT // BN) * (BT // BN)) * H + h) * D
+            b_mb = tl.load(m + column, mask=column < D, other=0.0)
+            m = vectors + ((begun + place // (C // BN) * (C // BN)) * H + h) * D
+            b_mc = tl.load(m + column, mask=column < D, other=0.0)
+        for r in tl.static_range(0, BN, BR):
+            base, left = (first + start + r) * H + h, length - start - r
+            b_x = _load_rows(x + base * D, left, BR, BD, H, D).to(tl.float32)
+            token, real = base + row * H, row < left
+            b_r = tl.full((BR,), 1.0, tl.float32)
+            if NORMALIZE:
+                b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) + EPS)
+            tl.store(reciprocal + token, b_r, mask=real)
+            if CENTRED:
+                tl.store(at_block + token, tl.sum(b_x * b_mb, 1) * b_r, mask=real)
+                tl.store(at_chunk + token, tl.sum(b_x * b_mc, 1) * b_r, mask=real)
+
+
+@triton.jit
+def _covariance_kernel(
+    x,
+    unit,
     gate,
     reciprocal,
+    at_block,
+    at_chunk,
     vectors,
     covariances,
     count,
@@ -369,168 +411,177 @@ def _read_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
+    BO: tl.constexpr,
     BK: tl.constexpr,
     BT: tl.constexpr,
+    BN: tl.constexpr,
     C: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
+    QUERY: tl.constexpr,
     CORRECTION: tl.constexpr,
-    EPS: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_PRECISION: tl.constexpr,
 ):
-    """The contracted queries of one block, its mean scores, and on request its correction."""
-    h = tl.program_id(0) % H
-    block = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + block)
+    """Sigma_i x_i for BT rows and BO columns, x normalised by `reciprocal`; and the rows' mean scores.
+
+    CORRECTION stores it, QUERY stores x - gate Sigma x.
+    """
+    COLUMNS: tl.constexpr = (D + BO - 1) // BO
+    PARTS: tl.constexpr = 2 * BN // BT
+    out = (tl.program_id(0) % COLUMNS) * BO
+    h = (tl.program_id(0) // COLUMNS) % H
+    part = tl.program_id(0).to(tl.int64) // (COLUMNS * H)
+    n = tl.load(owner + part // PARTS)
     first, length = _sequence(begin, end, n)
-    place = (block - tl.load(block_start + n)).to(tl.int32)
-    if place * BT < length:
-        chunk = tl.load(chunk_start + n) + place // (C // BT)
-        inside = place * BT + tl.arange(0, BT)
-        real = inside < length
-        token = (first + inside) * H + h
-        column = tl.arange(0, BD)
-        where = token[:, None] * D + column
-        fits = real[:, None] & (column < D)
-        b_q = tl.load(q + where, mask=fits, other=0.0).to(tl.float32)
-        b_rq = tl.full((BT,), 1.0, tl.float32)
-        if NORMALIZE:
-            b_rq = tl.rsqrt(tl.sum(b_q * b_q, 1) + EPS)
-        b_y, b_a = _covariance_times(
-            q, b_q, b_rq, k, reciprocal, vectors, covariances, block, chunk, place, first, length,
-            tl.load(count + n), h, H, D, BD, BK, BT, C, CENTRED, PRECISION, STATE_PRECISION,
-        )  # fmt: skip
-        if CORRECTION:
-            tl.store(correction + where, b_y, mask=fits)
-        b_g = tl.load(gate + token, mask=real, other=0.0).to(tl.float32)
-        b_y = b_q * b_rq[:, None] - b_g[:, None] * b_y
-        tl.store(query + where, b_y.to(query.dtype.element_ty), mask=fits)
+    begun = tl.load(block_start + n)
+    start = (part - PARTS * begun).to(tl.int32) * BT
+    if start < length:
+        base, left = (first + start) * H + h, length - start
+        row, key, column = tl.arange(0, BT), tl.arange(0, BN), out + tl.arange(0, BO)
+        token, real = base + row * H, row < left
+        low = (start // C) * C
+        seen = tl.load(count + n)
+        before = (seen + low).to(tl.float32)
+        b_it = 1.0 / tl.where(real, seen + start + row + 1, 1).to(tl.float32)
+        b_r = tl.load(reciprocal + token, mask=real, other=1.0)
+        b_x = _load_rows(x + base * D, left, BT, BD, H, D)
+
+        # Rows read the keys of their own block, one or two groups, up to themselves.
+        b_k = _load_rows(unit + base * D, left, BN, BD, H, D)
+        b_s = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION) * b_r[:, None]
+        b_s = tl.where(row[:, None] >= key, b_s, 0.0)
+        b_a = tl.zeros((BT,), tl.float32)
+        if BT > BN:
+            b_k = _load_rows(unit + (base + BN * H) * D, left - BN, BN, BD, H, D)
+            b_s1 = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION) * b_r[:, None]
+            b_s1 = tl.where(row[:, None] >= key + BN, b_s1, 0.0)
         if CENTRED:
-            tl.store(mean + token, b_a, mask=real)
+            b_a = tl.load(at_block + token, mask=real, other=0.0) + tl.sum(b_s, 1)
+            if BT > BN:
+                b_a += tl.sum(b_s1, 1)
+            b_a *= b_it
+            if out == 0:
+                tl.store(mean + token, b_a, mask=real)
+            b_s = tl.where(row[:, None] >= key, b_s - b_a[:, None], 0.0)
+        b_k = _load_part(unit + base * D, out, left, BN, BO, H, D)
+        acc = tl.dot(b_s.to(b_k.dtype), b_k, input_precision=PRECISION)
+        if BT > BN:
+            b_s1 = tl.where(row[:, None] >= key + BN, b_s1 - b_a[:, None], 0.0)
+            b_k = _load_part(unit + (base + BN * H) * D, out, left - BN, BN, BO, H, D)
+            acc = tl.dot(b_s1.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+        for earlier in range(low, start, BN):
+            source = unit + ((first + earlier) * H + h) * D
+            b_ke = _load_rows(source, length - earlier, BN, BD, H, D)
+            b_se = tl.dot(b_x, tl.trans(b_ke), input_precision=PRECISION) * b_r[:, None] - b_a[:, None]
+            b_ko = _load_part(source, out, length - earlier, BN, BO, H, D)
+            acc = tl.dot(b_se.to(b_ko.dtype), b_ko, acc, input_precision=PRECISION)
+        if CENTRED:
+            b_m = tl.load(vectors + ((2 * begun + low // BN) * H + h) * D + column, mask=column < D, other=0.0)
+            b_c = tl.load(at_chunk + token, mask=real, other=0.0) / tl.maximum(before, 1.0) - b_a
+            acc += b_c[:, None] * b_m
+        if before > 0:
+            # One accumulator: brought to the scale of x^T Sigma_0 before that is added, and back.
+            acc *= (1.0 / (before * b_r))[:, None]
+            state = covariances + ((tl.load(chunk_start + n) + start // C) * H + h) * D * D
+            for d in range(0, D, BK):
+                b_xd = _load_part(x + base * D, d, left, BT, BK, H, D)
+                b_state = _load_state(state, d, out, BK, BO, D)
+                acc = tl.dot(b_xd.to(b_state.dtype), b_state, acc, input_precision=STATE_PRECISION)
+            acc *= (before * b_r * b_it)[:, None]
+        else:
+            acc *= b_it[:, None]
+
+        if CORRECTION:
+            _store_part(correction + base * D, acc, out, left, BT, BO, H, D)
+        if QUERY:
+            b_g = tl.load(gate + token, mask=real, other=0.0).to(tl.float32)
+            b_y = _load_part(x + base * D, out, left, BT, BO, H, D).to(tl.float32) * b_r[:, None]
+            _store_part(query + base * D, b_y - b_g[:, None] * acc, out, left, BT, BO, H, D)
 
 
 @triton.jit
-def _read_backward_kernel(
+def _query_gradients_kernel(
     q,
-    k,
     x,
     dy,
+    u,
     strength,
     reciprocal,
-    vectors,
-    covariances,
     count,
     mean,
+    mean_x,
     dq,
     d_gate,
-    mean_x,
-    reciprocal_q,
-    weight_q,
+    weighted,
     leans,
     begin,
     end,
     owner,
     block_start,
-    chunk_start,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    BK: tl.constexpr,
-    BT: tl.constexpr,
-    C: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
-    EPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
 ):
-    """With p = strength x the gradient that reaches r: dq, the gate's gradient where x is dy, and block sums of w.
+    """With p = strength x the gradient that reaches r and u = Sigma x: dq, and the gate's gradient where x is dy.
 
-    leans [blocks, H, D] gets the sums of (a p + c q) / t; mean_x [B T, H] the mean scores of x, reciprocal_q the
-    reciprocal lengths of q, and weight_q the factor strength / (|q| t) that the other kernels need.
+    Also what the gradient of the keys needs: weighted [B T, H, D], the normalised queries times strength / t, and
+    leans [groups, H, D], the sums of (a p + c q) / t over each group.
     """
     h = tl.program_id(0) % H
-    block = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + block)
+    group = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + group // 2)
     first, length = _sequence(begin, end, n)
-    place = (block - tl.load(block_start + n)).to(tl.int32)
-    column = tl.arange(0, BD)
-    b_w = tl.zeros((BD,), tl.float32)
-    if place * BT < length:
-        chunk = tl.load(chunk_start + n) + place // (C // BT)
-        inside = place * BT + tl.arange(0, BT)
-        real = inside < length
-        token = (first + inside) * H + h
-        where = token[:, None] * D + column
-        fits = real[:, None] & (column < D)
-        b_x = tl.load(x + where, mask=fits, other=0.0).to(tl.float32)
-        seen = tl.load(count + n)
-        b_one = tl.full((BT,), 1.0, tl.float32)
-        b_u, b_b = _covariance_times(
-            x, b_x, b_one, k, reciprocal, vectors, covariances, block, chunk, place, first, length,
-            seen, h, H, D, BD, BK, BT, C, CENTRED, PRECISION, STATE_PRECISION,
-        )  # fmt: skip
-        b_q = tl.load(q + where, mask=fits, other=0.0).to(tl.float32)
-        b_rq = b_one
-        if NORMALIZE:
-            b_rq = tl.rsqrt(tl.sum(b_q * b_q, 1) + EPS)
-        b_q *= b_rq[:, None]
-        tl.store(d_gate + token, -tl.sum(b_q * b_u, 1), mask=real)
-        b_l = tl.load(strength + token, mask=real, other=0.0).to(tl.float32)
-        b_dq = tl.load(dy + where, mask=fits, other=0.0).to(tl.float32) + b_l[:, None] * b_u
-        if NORMALIZE:
-            b_dq = (b_dq - b_q * tl.sum(b_q * b_dq, 1)[:, None]) * b_rq[:, None]
-        tl.store(dq + where, b_dq.to(dq.dtype.element_ty), mask=fits)
-        b_l /= tl.where(real, seen + inside + 1, 1).to(tl.float32)
-        tl.store(reciprocal_q + token, b_rq, mask=real)
-        tl.store(weight_q + token, b_l * b_rq, mask=real)
-        if CENTRED:
-            tl.store(mean_x + token, b_b, mask=real)
-            b_a = tl.load(mean + token, mask=real, other=0.0)
-            b_w = tl.sum((b_a * b_l)[:, None] * b_x + (b_b * b_l)[:, None] * b_q, 0)
-    tl.store(leans + (block * H + h) * D + column, b_w, mask=column < D)
+    start = (group - 2 * tl.load(block_start + n)).to(tl.int32) * BN
+    row, column = tl.arange(0, BR), tl.arange(0, BD)
+    b_w = tl.zeros((BR, BD), tl.float32)
+    if start < length:
+        seen = tl.load(count + n) + start
+        for r in tl.static_range(0, BN, BR):
+            base, left = (first + start + r) * H + h, length - start - r
+            token, real = base + row * H, row < left
+            b_r = tl.load(reciprocal + token, mask=real, other=0.0)
+            b_l = tl.load(strength + token, mask=real, other=0.0).to(tl.float32)
+            b_q = _load_rows(q + base * D, left, BR, BD, H, D).to(tl.float32)
+            if NORMALIZE:
+                b_q *= b_r[:, None]
+            b_u = _load_rows(u + base * D, left, BR, BD, H, D).to(tl.float32)
+            tl.store(d_gate + token, -tl.sum(b_q * b_u, 1), mask=real)
+            b_u = _load_rows(dy + base * D, left, BR, BD, H, D).to(tl.float32) + b_l[:, None] * b_u
+            if NORMALIZE:
+                b_u = (b_u - b_q * tl.sum(b_q * b_u, 1)[:, None]) * b_r[:, None]
+            _store_rows(dq + base * D, b_u, left, BR, BD, H, D)
+            b_l *= 1.0 / tl.where(real, seen + r + row + 1, 1).to(tl.float32)
+            b_q *= b_l[:, None]
+            _store_rows(weighted + base * D, b_q, left, BR, BD, H, D)
+            if CENTRED:
+                b_a = tl.load(mean + token, mask=real, other=0.0)
+                b_b = tl.load(mean_x + token, mask=real, other=0.0)
+                b_x = _load_rows(x + base * D, left, BR, BD, H, D).to(tl.float32)
+                b_w += (b_a * b_l)[:, None] * b_x + b_b[:, None] * b_q
+    tl.store(leans + (group * H + h) * D + column, tl.sum(b_w, 0), mask=column < D)
 
 
 @triton.jit
-def _spread_tile(
-    q,
-    x,
-    weight_q,
-    first,
-    start,
-    stop,
-    h,
-    row,
-    column,
-    acc,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
+def _add_spreads(
+    weighted, x, first, start, length, h, row, column, acc, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """acc + the sum of (p q^T + q p^T) / t over tokens start ... stop - 1, from the last block to the first."""
-    blocks = tl.cdiv(stop - start, BT)
-    for done in range(0, blocks):
-        inside = start + (blocks - 1 - done) * BT + tl.arange(0, BT)
-        real = inside < stop
-        token = (first + inside) * H + h
-        b_f = tl.load(weight_q + token, mask=real, other=0.0)[:, None]
-        rows, columns = real[:, None] & (row < D), real[:, None] & (column < D)
-        b_qi = tl.load(q + token[:, None] * D + row, mask=rows, other=0.0)
-        b_xj = tl.load(x + token[:, None] * D + column, mask=columns, other=0.0)
-        acc = tl.dot(tl.trans((b_qi.to(tl.float32) * b_f).to(b_xj.dtype)), b_xj, acc, input_precision=PRECISION)
-        b_qj = tl.load(q + token[:, None] * D + column, mask=columns, other=0.0)
-        b_xi = tl.load(x + token[:, None] * D + row, mask=rows, other=0.0)
-        acc = tl.dot(tl.trans(b_xi), (b_qj.to(tl.float32) * b_f).to(b_xi.dtype), acc, input_precision=PRECISION)
-    return acc
+):  # fmt: skip
+    """acc + the sum of (p q^T + q p^T) / t over the group of tokens that begins at `start`."""
+    base, left = ((first + start) * H + h) * D, length - start
+    b_q, b_x = _load_columns(weighted + base, row, left, H, D, BN), _load_columns(x + base, column, left, H, D, BN)
+    acc = tl.dot(tl.trans(b_q), b_x, acc, input_precision=PRECISION)
+    b_q, b_x = _load_columns(weighted + base, column, left, H, D, BN), _load_columns(x + base, row, left, H, D, BN)
+    return tl.dot(tl.trans(b_x), b_q, acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "per_segment"])
 def _scan_gradients_kernel(
-    q,
+    weighted,
     x,
-    weight_q,
     vectors,
     last_vector,
     spreads,
@@ -547,7 +598,7 @@ def _scan_gradients_kernel(
     per_segment,
     H: tl.constexpr,
     D: tl.constexpr,
-    BT: tl.constexpr,
+    BN: tl.constexpr,
     BS: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
@@ -575,9 +626,8 @@ def _scan_gradients_kernel(
     tile = (n * H + h) * PAIRS + pair
     if TOTALS_ONLY:
         acc = tl.zeros((BS, BS), tl.float32)
-        acc = _spread_tile(
-            q, x, weight_q, first, low * C, tl.minimum(high * C, length), h, row, column, acc, H, D, BT, PRECISION
-        )
+        for t in range(low * C, tl.minimum(high * C, length), BN):
+            acc = _add_spreads(weighted, x, first, t, length, h, row, column, acc, H, D, BN, PRECISION)
         where = segment.to(tl.int64) * sequences * H * PAIRS + tile
         tl.store(totals + where * BS * BS + inside_tile, acc)
     else:
@@ -589,27 +639,28 @@ def _scan_gradients_kernel(
             where = tl.cast(later, tl.int64) * sequences * H * PAIRS + tile
             acc += tl.load(totals + where * BS * BS + inside_tile)
         seen = tl.load(count + n)
-        block = tl.load(block_start + n)
-        for done in range(0, high - low):
-            c = high - 1 - done
-            stop = tl.minimum((c + 1) * C, length)
-            chunk = tl.load(chunk_start + n) + c
-            state = spreads + (chunk * H + h) * D * D
-            tl.store(state + square, acc.to(spreads.dtype.element_ty), mask=fits)
-            if i != j:
-                tl.store(state + mirrored, acc.to(spreads.dtype.element_ty), mask=fits)
-            if CENTRED:
-                m = vectors + ((block + (c + 1) * (C // BT)) * H + h) * D
-                if c == chunks - 1:
-                    m = last_vector + (n * H + h) * D
-                b_t = 1.0 / (seen + stop).to(tl.float32)
-                b_mi = tl.load(m + row, mask=row < D, other=0.0) * b_t
-                b_mj = tl.load(m + column, mask=column < D, other=0.0) * b_t
-                share = means + (chunk * H + h) * S * D
-                tl.store(share + j * D + row, tl.sum(acc * b_mj, 1), mask=row < D)
+        group, chunk = 2 * tl.load(block_start + n), tl.load(chunk_start + n)
+        groups = tl.cdiv(tl.minimum(high * C, length), BN)
+        for done in range(0, groups - low * (C // BN)):
+            g = groups - 1 - done
+            if ((g + 1) % (C // BN) == 0) | (done == 0):
+                c = g // (C // BN)
+                state = spreads + ((chunk + c) * H + h) * D * D
+                tl.store(state + square, acc.to(spreads.dtype.element_ty), mask=fits)
                 if i != j:
-                    tl.store(share + i * D + column, tl.sum(acc * b_mi[:, None], 0), mask=column < D)
-            acc = _spread_tile(q, x, weight_q, first, c * C, stop, h, row, column, acc, H, D, BT, PRECISION)
+                    tl.store(state + mirrored, acc.to(spreads.dtype.element_ty), mask=fits)
+                if CENTRED:
+                    m = vectors + ((group + (c + 1) * (C // BN)) * H + h) * D
+                    if c == chunks - 1:
+                        m = last_vector + (n * H + h) * D
+                    b_t = 1.0 / (seen + tl.minimum((c + 1) * C, length)).to(tl.float32)
+                    b_mi = tl.load(m + row, mask=row < D, other=0.0) * b_t
+                    b_mj = tl.load(m + column, mask=column < D, other=0.0) * b_t
+                    share = means + ((chunk + c) * H + h) * S * D
+                    tl.store(share + j * D + row, tl.sum(acc * b_mj, 1), mask=row < D)
+                    if i != j:
+                        tl.store(share + i * D + column, tl.sum(acc * b_mi[:, None], 0), mask=column < D)
+            acc = _add_spreads(weighted, x, first, g * BN, length, h, row, column, acc, H, D, BN, PRECISION)
         if segment == 0:
             state = final + (n * H + h) * D * D
             tl.store(state + square, acc, mask=fits)
@@ -619,12 +670,11 @@ def _scan_gradients_kernel(
 
 @triton.jit
 def _key_gradients_kernel(
-    q,
-    k,
+    unit,
     x,
+    weighted,
     strength,
     reciprocal,
-    reciprocal_q,
     vectors,
     last_vector,
     spreads,
@@ -644,6 +694,7 @@ def _key_gradients_kernel(
     BD: tl.constexpr,
     BK: tl.constexpr,
     BT: tl.constexpr,
+    BN: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -651,42 +702,35 @@ def _key_gradients_kernel(
     PRECISION: tl.constexpr,
     STATE_PRECISION: tl.constexpr,
 ):
-    """dk of one block. `leans` holds w behind each block."""
+    """dk of BT keys. `leans` holds w behind each group."""
+    PARTS: tl.constexpr = 2 * BN // BT
     h = tl.program_id(0) % H
-    block = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + block)
+    part = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + part // PARTS)
     first, length = _sequence(begin, end, n)
-    place = (block - tl.load(block_start + n)).to(tl.int32)
-    if place * BT < length:
-        FIRST: tl.constexpr = C // BT
-        c = place // FIRST
+    begun = tl.load(block_start + n)
+    start = (part - PARTS * begun).to(tl.int32) * BT
+    if start < length:
+        c = start // C
         chunk = tl.load(chunk_start + n) + c
-        blocks = tl.cdiv(length, BT)
-        stop = tl.minimum((c + 1) * FIRST, blocks)
-        inside = place * BT + tl.arange(0, BT)
-        real = inside < length
-        token = (first + inside) * H + h
-        column = tl.arange(0, BD)
-        where = token[:, None] * D + column
-        fits = real[:, None] & (column < D)
+        stop = tl.minimum((c + 1) * C, length)
+        base, left = (first + start) * H + h, length - start
+        row, reader_row, column = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BD)
         seen = tl.load(count + n)
-        b_r = tl.load(reciprocal + token, mask=real, other=0.0)
 
-        behind = block + (stop - place)
+        behind = 2 * begun + (c + 1) * (C // BN)
         m = vectors + (behind * H + h) * D
-        w = leans + ((behind - 1) * H + h) * D
-        if stop == blocks:
+        w = leans + ((2 * begun + tl.cdiv(stop, BN) - 1) * H + h) * D
+        if stop == length:
             m = last_vector + (n * H + h) * D
-        b_t = 1.0 / (seen + tl.minimum(stop * BT, length)).to(tl.float32)
+        b_t = 1.0 / (seen + stop).to(tl.float32)
         acc = tl.zeros((BT, BD), tl.float32)
         for d in range(0, D, BK):
-            part = d + tl.arange(0, BK)
-            b_kd = tl.load(k + token[:, None] * D + part, mask=real[:, None] & (part < D), other=0.0)
-            b_kd = b_kd.to(tl.float32) * b_r[:, None]
+            b_kd = _load_part(unit + base * D, d, left, BT, BK, H, D)
             if CENTRED:
-                b_kd -= tl.load(m + part, mask=part < D, other=0.0) * b_t
-            state = spreads + (chunk * H + h) * D * D
-            b_w = tl.load(state + part[:, None] * D + column, mask=(part < D)[:, None] & (column < D), other=0.0)
+                slice = d + tl.arange(0, BK)
+                b_kd = b_kd.to(tl.float32) - tl.load(m + slice, mask=slice < D, other=0.0) * b_t
+            b_w = _load_state(spreads + (chunk * H + h) * D * D, d, 0, BK, BD, D)
             acc = tl.dot(b_kd.to(b_w.dtype), b_w, acc, input_precision=STATE_PRECISION)
         b_v = -tl.load(w + column, mask=column < D, other=0.0)
         if CENTRED:
@@ -694,39 +738,60 @@ def _key_gradients_kernel(
                 b_v += tl.load(means + ((chunk * H + h) * S + s) * D + column, mask=column < D, other=0.0)
         acc += b_v
 
-        b_k = tl.load(k + where, mask=fits, other=0.0)
-        for reader in range(place, stop):
-            at = reader * BT + tl.arange(0, BT)
-            there = at < length
-            source = (first + at) * H + h
-            b_q = tl.load(q + source[:, None] * D + column, mask=there[:, None] & (column < D), other=0.0)
-            b_x = tl.load(x + source[:, None] * D + column, mask=there[:, None] & (column < D), other=0.0)
-            b_rq = tl.load(reciprocal_q + source, mask=there, other=0.0)
+        b_k = _load_rows(unit + base * D, left, BT, BD, H, D)
+        for reader in range(start, stop, BN):
+            at, rest = (first + reader) * H + h, length - reader
+            there, source = reader_row < rest, at + reader_row * H
+            b_x = _load_rows(x + at * D, rest, BN, BD, H, D)
+            b_q = _load_rows(weighted + at * D, rest, BN, BD, H, D)
             b_l = tl.load(strength + source, mask=there, other=0.0).to(tl.float32)
-            b_l /= tl.where(there, seen + at + 1, 1).to(tl.float32)
-            reads = at[:, None] >= inside
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_rq[:, None] * b_r
-            b_z = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION) * b_r
+            b_l *= 1.0 / tl.where(there, seen + reader + reader_row + 1, 1).to(tl.float32)
+            reads = row[:, None] <= reader - start + reader_row
+            # `weighted` carries the factor strength / t, which both products need once.
+            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+            b_z = tl.dot(b_k, tl.trans(b_x), input_precision=PRECISION)
             if CENTRED:
-                b_s -= tl.load(mean + source, mask=there, other=0.0)[:, None]
-                b_z -= tl.load(mean_x + source, mask=there, other=0.0)[:, None]
-            b_s = tl.where(reads, b_s * b_l[:, None], 0.0)
-            b_z = tl.where(reads, b_z * (b_l * b_rq)[:, None], 0.0)
-            acc = tl.dot(tl.trans(b_s.to(b_x.dtype)), b_x, acc, input_precision=PRECISION)
-            acc = tl.dot(tl.trans(b_z.to(b_q.dtype)), b_q, acc, input_precision=PRECISION)
+                b_s -= tl.load(mean + source, mask=there, other=0.0) * b_l
+                b_z -= tl.load(mean_x + source, mask=there, other=0.0)
+            b_s = tl.where(reads, b_s, 0.0)
+            b_z = tl.where(reads, b_z, 0.0)
+            acc = tl.dot(b_s.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
+            acc = tl.dot(b_z.to(b_q.dtype), b_q, acc, input_precision=PRECISION)
         if NORMALIZE:
-            b_u = b_k.to(tl.float32) * b_r[:, None]
+            b_u = _load_rows(unit + base * D, left, BT, BD, H, D).to(tl.float32)
+            b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
             acc = (acc - b_u * tl.sum(b_u * acc, 1)[:, None]) * b_r[:, None]
-        tl.store(dk + where, acc.to(dk.dtype.element_ty), mask=fits)
+        _store_rows(dk + base * D, acc, left, BT, BD, H, D)
 
 
-def configuration(dtype: torch.dtype, size: int) -> Configuration:
-    """The configuration for heads of `size` columns."""
+_HALF = Configuration(64, 256, 64, 64, 4, 3, 128, 256, 8, 2, 16, 4, 128, 8, 2)
+_FLOAT = Configuration(32, 128, 32, 32, 4, 1, 32, 256, 8, 1, 16, 4, 32, 8, 1)
+_SMALL_HALF = Configuration(32, 128, 64, 32, 4, 2, 64, 128, 4, 1, 16, 4, 32, 4, 1)
+_SMALL_FLOAT = Configuration(16, 64, 32, 16, 4, 1, 16, 128, 4, 1, 16, 4, 16, 4, 1)
+
+TABLE: dict[tuple[int, int] | None, tuple[Configuration, Configuration]] = {
+    (9, 0): (_HALF, _FLOAT),
+    # Not measured: compiled for these targets and fitted to their shared memory.
+    (10, 0): (_HALF, _FLOAT),
+    (8, 0): (_HALF._replace(read_rows=64, gradient_rows=64, gradient_stages=1), _FLOAT),
+    (8, 9): (_SMALL_HALF, _SMALL_FLOAT),
+    None: (_SMALL_HALF, _SMALL_FLOAT),
+}
+"""By compute capability, None for every other: configurations for two-byte numbers and for float32, D up to 256."""
+
+
+def configuration(dtype: torch.dtype, size: int, device: torch.device) -> Configuration:
+    """The configuration for heads of `size` columns on `device`. Nothing is tuned at run time."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    chosen = TABLE.get(capability, TABLE[None])[dtype == torch.float32]
     width = max(16, triton.next_power_of_2(size))
-    wide = width > 64
-    if dtype == torch.float32:
-        return Configuration(32, min(32, width), min(32, width), 128, 4, 8 if wide else 4, 8 if wide else 4, 1)
-    return Configuration(64, min(64, width), min(64, width), 256, 4, 8 if wide else 4, 8 if wide else 4, 2)
+    if width > 128:
+        return chosen
+    fits = chosen._replace(
+        tile=min(chosen.tile, width), part=min(chosen.part, width), read_columns=min(chosen.read_columns, width)
+    )
+    # Half the columns need no more than half the warps.
+    return fits if width > 64 else fits._replace(read_warps=4, gradient_warps=4)
 
 
 def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int) -> Plan:
@@ -737,8 +802,15 @@ def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int) 
     owner = torch.repeat_interleave(torch.arange(len(lengths)), blocks)
     zero = torch.zeros(1, dtype=torch.int64)
     block_start, chunk_start = (torch.cat((zero, x.cumsum(0))) for x in (blocks, chunks))
-    moved = (x.to(device, non_blocking=True) for x in (owner, block_start, chunk_start))
-    return Plan(begin, end, *moved, int(chunk_start[-1]), int(chunks.max()) if lengths else 0)
+    return Plan(
+        begin,
+        end,
+        owner.to(device),
+        block_start.to(device),
+        chunk_start.to(device),
+        int(chunk_start[-1]),
+        int(chunks.max()) if lengths else 0,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -749,14 +821,20 @@ def _rows_plan(rows: int, tokens: int, block: int, chunk: int, device: torch.dev
 
 
 def make_plan(
-    rows: int, tokens: int, mask: Tensor | None, boundaries: list[int] | None, config: Configuration, device: torch.device
+    rows: int,
+    tokens: int,
+    mask: Tensor | None,
+    boundaries: list[int] | None,
+    config: Configuration,
+    device: torch.device,
 ) -> Plan:
     """The plan of a call: packed documents, padded rows (cut as if they were full), or dense rows."""
     if boundaries is not None:
         edges = torch.tensor(boundaries, dtype=torch.int64)
         bounds = edges.to(device)
-        return cut(bounds[:-1], bounds[1:], edges.diff().tolist(), config.block, config.chunk)
-    plan = _rows_plan(rows, tokens, config.block, config.chunk, device)
+        # A copy begins at an aligned address; another alignment would be another variant of every kernel.
+        return cut(bounds[:-1], bounds[1:].clone(), edges.diff().tolist(), 2 * config.group, config.chunk)
+    plan = _rows_plan(rows, tokens, 2 * config.group, config.chunk, device)
     if mask is None or tokens == 0:
         return plan
     begin = plan.begin + mask.to(torch.int64).argmax(1)
@@ -771,9 +849,9 @@ class Forward(NamedTuple):
     second_moment: Tensor
     total: Tensor
     reciprocal: Tensor
-    """[B, T, H] float32, of the keys."""
+    """[B, T, H] float32, one over the lengths of the queries; ones without normalisation."""
     vectors: Tensor
-    """[blocks, H, D] float32, m before each block."""
+    """[groups, H, D] float32, m before each group of keys."""
     mean: Tensor
     """[B, T, H] float32, the mean scores a."""
 
@@ -801,27 +879,30 @@ class Launcher:
         # mantissa is that of float16.
         self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        self.common = {"H": self.heads, "D": self.size, "BT": config.block}
+        self.common = {"H": self.heads, "D": self.size, "BN": config.group}
         self.wide = {"BD": max(16, triton.next_power_of_2(self.size)), "BK": config.part, "C": config.chunk}
         self.state_precision = {"PRECISION": self.precision, "STATE_PRECISION": self.precision}
         # One program a tile and segment: long sequences are split until the card is full.
         programs = self.sequences * self.heads * self.pairs
-        wanted = max(1, min(8, 512 // max(programs, 1)))
+        wanted = max(1, min(8, 256 // max(programs, 1)))
         self.per_segment = max(1, triton.cdiv(plan.longest, wanted))
         self.segments = max(1, triton.cdiv(plan.longest, self.per_segment))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def block_sums(self, k: Tensor) -> tuple[Tensor, Tensor]:
+    def unit_keys(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised keys, their reciprocal lengths, and the sum of each group."""
+        unit = torch.empty_like(k)
         reciprocal = self.empty(self.rows, self.tokens, self.heads)
-        sums = self.empty(self.blocks, self.heads, self.size)
+        sums = self.empty(2 * self.blocks, self.heads, self.size)
         plan = self.plan
-        _block_sums_kernel[(self.blocks * self.heads,)](
-            k, reciprocal, sums, plan.begin, plan.end, plan.owner, plan.block_start,
-            **self.common, BD=self.wide["BD"], NORMALIZE=self.normalize, EPS=NORM_EPSILON,
+        _unit_keys_kernel[(2 * self.blocks * self.heads,)](
+            k, unit, reciprocal, sums, plan.begin, plan.end, plan.owner, plan.block_start,
+            **self.common, BD=self.wide["BD"], BR=self.config.row_rows, NORMALIZE=self.normalize, EPS=NORM_EPSILON,
+            num_warps=self.config.row_warps,
         )  # fmt: skip
-        return reciprocal, sums
+        return unit, reciprocal, sums
 
     def scan_vectors(self, sums: Tensor, initial: Tensor, reverse: bool) -> Tensor:
         """Turns block sums into sums before (behind) each block, in place, and returns the last."""
@@ -834,26 +915,58 @@ class Launcher:
         )  # fmt: skip
         return final
 
-    def _scan(self, kernel: Any, before: tuple[Any, ...], states: tuple[Any, ...], initial: Tensor, count: Tensor) -> Tensor:
+    def _scan(
+        self, kernel: Any, before: tuple[Any, ...], states: tuple[Any, ...], initial: Tensor, count: Tensor
+    ) -> Tensor:
         """Run a scan of tiles: totals of the segments first where there is more than one."""
         plan, config = self.plan, self.config
         final = torch.empty_like(initial)
-        totals = self.empty(self.segments if self.segments > 1 else 0, self.sequences * self.heads * self.pairs, config.tile**2)
+        totals = self.empty(
+            self.segments if self.segments > 1 else 0, self.sequences * self.heads * self.pairs, config.tile**2
+        )
         grid = (self.sequences * self.heads * self.pairs, self.segments)
         for totals_only in (True, False) if self.segments > 1 else (False,):
             kernel[grid](
-                *before, *states, totals, initial, count, final, plan.begin, plan.end, plan.block_start, plan.chunk_start,
-                self.sequences, self.per_segment, **self.common, BS=config.tile, S=self.tiles, C=config.chunk,
+                *before, *states, totals, initial, count, final,
+                plan.begin, plan.end, plan.block_start, plan.chunk_start, self.sequences, self.per_segment,
+                **self.common, BS=config.tile, S=self.tiles, C=config.chunk,
                 CENTRED=self.centred, TOTALS_ONLY=totals_only, PRECISION=self.precision,
-                num_warps=config.scan_warps, num_stages=config.stages,
+                num_warps=config.scan_warps, num_stages=config.scan_stages,
             )  # fmt: skip
         return final
 
-    def moments(self, k: Tensor, reciprocal: Tensor, vectors: Tensor, initial: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, unit: Tensor, vectors: Tensor, initial: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """The covariance before each chunk, and M behind each sequence."""
         covariances = self.empty(self.plan.chunks, self.heads, self.size, self.size, dtype=self.state_dtype)
-        final = self._scan(_scan_moments_kernel, (k, reciprocal, vectors), (covariances,), initial, count)
+        final = self._scan(_scan_moments_kernel, (unit, vectors), (covariances,), initial, count)
         return covariances, final
+
+    def covariance_times(
+        self, x: Tensor, unit: Tensor, vectors: Tensor, covariances: Tensor, count: Tensor, *, gate: Tensor | None,
+        query: Tensor | None, correction: Tensor | None, normalize: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Fills `query` and `correction` where given. Returns the mean scores and the reciprocal lengths of x."""
+        plan, config = self.plan, self.config
+        reciprocal, at_block, at_chunk, mean = (self.empty(self.rows, self.tokens, self.heads) for _ in range(4))
+        bounds = (plan.begin, plan.end, plan.owner, plan.block_start)
+        _row_scalars_kernel[(2 * self.blocks * self.heads,)](
+            x, vectors, reciprocal, at_block, at_chunk, *bounds, **self.common, BD=self.wide["BD"], C=config.chunk,
+            BT=config.read_rows, BR=config.row_rows, NORMALIZE=normalize, CENTRED=self.centred, EPS=NORM_EPSILON,
+            num_warps=config.row_warps,
+        )  # fmt: skip
+        # A pointer that a kernel does not use must still be one.
+        _covariance_kernel[(self.parts(config.read_rows) * triton.cdiv(self.size, config.read_columns),)](
+            x, unit, reciprocal if gate is None else gate, reciprocal, at_block, at_chunk, vectors, covariances, count,
+            x if query is None else query, x if correction is None else correction, mean, *bounds, plan.chunk_start,
+            **self.common, **self.wide, BO=config.read_columns, BT=config.read_rows, CENTRED=self.centred,
+            QUERY=query is not None, CORRECTION=correction is not None, **self.state_precision,
+            num_warps=config.read_warps, num_stages=config.read_stages,
+        )  # fmt: skip
+        return mean, reciprocal
+
+    def parts(self, rows: int) -> int:
+        """Programs of a kernel that treats `rows` rows of one head."""
+        return self.blocks * (2 * self.config.group // rows) * self.heads
 
     def tables(self) -> tuple[Tensor, ...]:
         plan = self.plan
@@ -861,61 +974,64 @@ class Launcher:
 
 
 def forward(
-    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor, plan: Plan, config: Configuration,
-    *, normalize: bool, centred: bool, return_correction: bool,
+    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
+    plan: Plan, config: Configuration, *, normalize: bool, centred: bool, return_correction: bool,
 ) -> Forward:  # fmt: skip
     """The read step. q, k [B, T, H, D] and gate [B, T, H], contiguous; the rest as in `curvature_conditioned_query`."""
     launch = Launcher(q, plan, config, normalize, centred)
-    reciprocal, vectors = launch.block_sums(k)
+    unit, _, vectors = launch.unit_keys(k)
     last = launch.scan_vectors(vectors, total, reverse=False)
-    covariances, moment = launch.moments(k, reciprocal, vectors, second_moment, count)
+    covariances, moment = launch.moments(unit, vectors, second_moment, count)
     query = torch.empty_like(q)
     correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
-    mean = torch.empty_like(reciprocal)
-    _read_kernel[(launch.blocks * launch.heads,)](
-        q, k, gate, reciprocal, vectors, covariances, count, query, query if correction is None else correction, mean,
-        *launch.tables(), **launch.common, **launch.wide, NORMALIZE=normalize, CENTRED=centred,
-        CORRECTION=return_correction, EPS=NORM_EPSILON, **launch.state_precision,
-        num_warps=config.read_warps, num_stages=config.stages,
-    )  # fmt: skip
+    mean, reciprocal = launch.covariance_times(
+        q, unit, vectors, covariances, count, gate=gate, query=query, correction=correction, normalize=normalize
+    )
     return Forward(query, correction, moment, last, reciprocal, vectors, mean)
 
 
 def backward(
-    q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor, d_total: Tensor, result: Forward,
+    q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor, d_total: Tensor,
+    result: Forward,
     second_moment: Tensor, count: Tensor, plan: Plan, config: Configuration, *, normalize: bool, centred: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it."""
     launch = Launcher(q, plan, config, normalize, centred)
     x, strength, d_gate = dy, -gate.float(), torch.empty_like(result.reciprocal)
+    correction = torch.empty(0) if result.correction is None else result.correction
     if dr is not None:
-        assert result.correction is not None
         x = (dr + strength.unsqueeze(-1) * dy).to(q.dtype)
         strength = torch.ones_like(strength)
-    covariances, _ = launch.moments(k, result.reciprocal, result.vectors, second_moment, count)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    mean_x, reciprocal_q, weight_q = (torch.empty_like(result.mean) for _ in range(3))
+    unit, key_reciprocal, _ = launch.unit_keys(k)
+    covariances, _ = launch.moments(unit, result.vectors, second_moment, count)
+    dq, dk, weighted = torch.empty_like(q), torch.empty_like(k), torch.empty_like(q)
+    mean_x, _ = launch.covariance_times(
+        x, unit, result.vectors, covariances, count, gate=None, query=None, correction=weighted, normalize=False
+    )
     leans = torch.empty_like(result.vectors)
-    _read_backward_kernel[(launch.blocks * launch.heads,)](
-        q, k, x, dy, strength, result.reciprocal, result.vectors, covariances, count, result.mean,
-        dq, d_gate, mean_x, reciprocal_q, weight_q, leans, *launch.tables(), **launch.common, **launch.wide,
-        NORMALIZE=normalize, CENTRED=centred, EPS=NORM_EPSILON, **launch.state_precision,
-        num_warps=config.read_warps, num_stages=config.stages,
+    # `weighted` holds Sigma x until the kernel that reads it writes over it, row by row.
+    _query_gradients_kernel[(2 * launch.blocks * launch.heads,)](
+        q, x, dy, weighted, strength, result.reciprocal, count, result.mean, mean_x, dq, d_gate, weighted, leans,
+        plan.begin, plan.end, plan.owner, plan.block_start, **launch.common, BD=launch.wide["BD"],
+        BR=config.row_rows, NORMALIZE=normalize, CENTRED=centred, num_warps=config.row_warps,
     )  # fmt: skip
     del covariances
     if dr is not None:
-        d_gate = -(dy.float() * result.correction).sum(-1)
+        d_gate = -(dy.float() * correction).sum(-1)
     first_lean = launch.scan_vectors(leans, -d_total, reverse=True)
     spreads = launch.empty(plan.chunks, launch.heads, launch.size, launch.size, dtype=launch.state_dtype)
     means = launch.empty(plan.chunks, launch.heads, launch.tiles, launch.size)
     first_spread = launch._scan(
-        _scan_gradients_kernel, (q, x, weight_q, result.vectors, result.total), (spreads, means),
-        d_moment + d_moment.mT, count,
-    )  # fmt: skip
-    _key_gradients_kernel[(launch.blocks * launch.heads,)](
-        q, k, x, strength, result.reciprocal, reciprocal_q, result.vectors, result.total, spreads, means, leans, count,
-        result.mean, mean_x, dk, *launch.tables(), **launch.common, **launch.wide, S=launch.tiles,
-        NORMALIZE=normalize, CENTRED=centred, **launch.state_precision,
-        num_warps=config.gradient_warps, num_stages=config.stages,
+        _scan_gradients_kernel,
+        (weighted, x, result.vectors, result.total),
+        (spreads, means),
+        d_moment + d_moment.mT,
+        count,
+    )
+    _key_gradients_kernel[(launch.parts(config.gradient_rows),)](
+        unit, x, weighted, strength, key_reciprocal, result.vectors, result.total, spreads, means, leans, count,
+        result.mean, mean_x, dk, *launch.tables(), **launch.common, **launch.wide, BT=config.gradient_rows,
+        S=launch.tiles, NORMALIZE=normalize, CENTRED=centred, **launch.state_precision,
+        num_warps=config.gradient_warps, num_stages=config.gradient_stages,
     )  # fmt: skip
     return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean)

@@ -6,8 +6,7 @@ With the new M, m and t, r = (M q - ((m . q) / t) m) / t. A row of r needs the s
 every program handles a few rows alone: it loads q, k and m whole, updates its rows of M and multiplies them with q. The
 sum over a row is never divided among programs, so a sequence is read the same in any batch.
 
-m and the count are read by all programs of a sequence, so an update in place cannot write them in the same launch: a
-second one does.
+m and the count are read by all programs of a sequence, so an update in place writes them elsewhere first.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def _read_token_kernel(
     NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
     CORRECTION: tl.constexpr,
-    MOMENT_ONLY: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """BR rows of one head. MOMENT_ONLY: of the new statistics, the second moment alone is written."""
+    """BR rows of one head. The second moment may be overwritten: only this program reads its rows."""
     TILES: tl.constexpr = (D + BR - 1) // BR
     tile = tl.program_id(0) % TILES
     head = tl.program_id(0).to(tl.int64) // TILES
@@ -77,34 +75,18 @@ def _read_token_kernel(
     if CENTRED:
         b_mean = (_load_vector(total, head, column, D) + b_k) / b_t
         b_r -= b_mi / b_t * tl.sum(b_mean * b_q, 0)
-    if not MOMENT_ONLY:
-        tl.store(new_total + head * D + row, b_mi, mask=row < D)
-        if (tile == 0) & (head % H == 0):
-            tl.store(new_count + n, seen)
+    tl.store(new_total + head * D + row, b_mi, mask=row < D)
+    if (tile == 0) & (head % H == 0):
+        tl.store(new_count + n, seen)
     if CORRECTION:
         tl.store(correction + head * D + row, b_r, mask=row < D)
     b_y = b_qi - tl.load(gate + head).to(tl.float32) * b_r
     tl.store(query + head * D + row, b_y.to(query.dtype.element_ty), mask=row < D)
 
 
-@triton.jit
-def _advance_kernel(
-    k, total, count, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr
-):
-    """m and the count of one head after the token, in place."""
-    head = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BD)
-    b_k = _load_vector(k, head, column, D)
-    if NORMALIZE:
-        b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
-    tl.store(total + head * D + column, _load_vector(total, head, column, D) + b_k, mask=column < D)
-    if head % H == 0:
-        tl.store(count + head // H, tl.load(count + head // H) + 1)
-
-
 def interpreted() -> bool:
     """Whether the kernels were made for Triton's interpreter, which runs them on a CPU."""
-    return not isinstance(_advance_kernel, triton.JITFunction)
+    return not isinstance(_read_token_kernel, triton.JITFunction)
 
 
 class TokenRead(NamedTuple):
@@ -123,13 +105,19 @@ def read_token(
     sequences, _, heads, size = q.shape
     query = torch.empty_like(q)
     correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
-    new = [x if in_place else torch.empty_like(x) for x in (second_moment, total, count)]
+    # Total and count are read by every program of a head: new ones are written beside them and copied over.
+    new = [
+        second_moment if in_place else torch.empty_like(second_moment),
+        torch.empty_like(total),
+        torch.empty_like(count),
+    ]
     width = max(16, triton.next_power_of_2(size))
-    constants = {"H": heads, "D": size, "BD": width, "NORMALIZE": normalize, "EPS": NORM_EPSILON}
     _read_token_kernel[(sequences * heads * triton.cdiv(size, ROWS),)](
         q, k, gate, second_moment, total, count, query, query if correction is None else correction, *new,
-        BR=ROWS, CENTRED=centred, CORRECTION=return_correction, MOMENT_ONLY=in_place, **constants,
+        H=heads, D=size, BD=width, BR=ROWS, NORMALIZE=normalize, CENTRED=centred, CORRECTION=return_correction,
+        EPS=NORM_EPSILON,
     )  # fmt: skip
     if in_place:
-        _advance_kernel[(sequences * heads,)](k, total, count, **constants, num_warps=1)
+        total.copy_(new[1])
+        count.copy_(new[2])
     return TokenRead(query, correction, *new)
