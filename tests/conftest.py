@@ -14,6 +14,10 @@ import torch
 # Deterministic matrix products on a GPU need this before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# Without a GPU Triton's kernels run in its interpreter, which must be asked for before anything imports triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 
 # derandomize: the same examples in every run, so that a red test stays red until it is repaired.

@@ -55,7 +55,9 @@ def chunked_gated_delta_rule(
         output, state = gated_delta_rule_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], state, scale)
         return WriteRuleResult(output.to(v.dtype).unsqueeze(1), state)
     with torch.autocast(q.device.type, enabled=False):
-        return WriteRuleResult(*_GatedDeltaRule.apply(q, k, v, log_decay, beta, state, scale, layout))
+        output, state = _GatedDeltaRule.apply(q, k, v, log_decay, beta, state, scale, layout)
+        # The cast stands outside of the Function: as its last operation, torch 2.11 compiles it into a zero gradient.
+        return WriteRuleResult(output.to(v.dtype), state)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -88,7 +90,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         output = torch.bmm(chunks.scores, writes).baddbmm_(chunks.queries * chunks.from_start, states).mul_(scale)
         ctx.save_for_backward(q, k, v, log_decay, beta, inverse, writes, states)
         ctx.scale, ctx.layout = scale, layout
-        return layout.merge(output.unflatten(0, (-1, heads))).to(v.dtype), final
+        return layout.merge(output.unflatten(0, (-1, heads))), final
 
     @staticmethod
     @once_differentiable

@@ -56,7 +56,9 @@ def chunked_gated_linear_attention(
         output, state = gated_linear_attention_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], state, scale)
         return WriteRuleResult(output.to(v.dtype).unsqueeze(1), state)
     with torch.autocast(q.device.type, enabled=False):
-        return WriteRuleResult(*_GatedLinearAttention.apply(q, k, v, log_decay, state, scale, layout))
+        output, state = _GatedLinearAttention.apply(q, k, v, log_decay, state, scale, layout)
+        # The cast stands outside of the Function: as its last operation, torch 2.11 compiles it into a zero gradient.
+        return WriteRuleResult(output.to(v.dtype), state)
 
 
 class _GatedLinearAttention(torch.autograd.Function):
@@ -77,7 +79,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         output = torch.bmm(levels.scores, values).baddbmm_(levels.queries, states).mul_(scale)
         ctx.save_for_backward(q, k, v, log_decay, levels.scores, states)
         ctx.scale, ctx.layout = scale, layout
-        return _merge(layout, output, q.shape[2]).to(v.dtype), final
+        return _merge(layout, output, q.shape[2]), final
 
     @staticmethod
     @once_differentiable

@@ -105,7 +105,7 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
         y = torch.addcmul(query, strength, correction, value=-1)
         if real is not None:
             y = torch.where(real, y, normalized)
-        y = layout.merge(y).to(q.dtype)
+        y = layout.merge(y)
         kept_correction = correction if return_correction else None
         ctx.save_for_backward(
             query,
@@ -251,4 +251,5 @@ def chunked_curvature_conditioned_query(
         centred,
         return_correction,
     )
-    return query, correction, KeyStatistics(second_moment, total, statistics.count + lengths)
+    # The cast stands outside of the Function: as its last operation, torch 2.11 compiles it into a zero gradient.
+    return query.to(q.dtype), correction, KeyStatistics(second_moment, total, statistics.count + lengths)
