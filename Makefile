@@ -11,6 +11,8 @@ STAMP = $(VENV)/.ready
 
 # Used on machines without a GPU. An open range could select a CUDA build of several GB there.
 CPU_TORCH = torch==2.13.0
+# The release that belongs to it; a CPU build of torch brings none, and the tests run kernels in its interpreter.
+CPU_TRITON = triton==3.7.1
 CPU_INDEX = https://download.pytorch.org/whl/cpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -45,6 +47,7 @@ $(STAMP): pyproject.toml
 	    echo "$(CPU_INDEX) cannot be reached or has no such build for this machine." \
 	      "Taking pip's default index, whose Linux build may be the CUDA one (several GB)."; \
 	    $(BIN)/pip install "$(CPU_TORCH)"; }; \
+	  $(BIN)/pip install --quiet "$(CPU_TRITON)"; \
 	fi
 	@echo "[3/3] ccq-attention, its other dependencies and the tools for tests"
 	@$(BIN)/pip install --quiet --editable '.[dev]'
