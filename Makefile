@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml
 	  $(BIN)/pip install --no-deps --timeout 10 --retries 0 --index-url $(CPU_INDEX) "$(CPU_TORCH)" 2>/dev/null || { \
 	    echo "$(CPU_INDEX) cannot be reached or has no such build for this machine." \
 	      "Taking pip's default index, whose Linux build may be the CUDA one (several GB)."; \
-	    $(BIN)/pip install "$(CPU_TORCH)"; }; \
+	    $(BIN)/pip install "$(CPU_TORCH)"; } && \
 	  $(BIN)/pip install --quiet "$(CPU_TRITON)"; \
 	fi
 	@echo "[3/3] ccq-attention, its other dependencies and the tools for tests"
