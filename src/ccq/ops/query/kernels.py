@@ -764,10 +764,74 @@ def _key_gradients_kernel(
         _store_rows(dk + base * D, acc, left, BT, BD, H, D)
 
 
-_HALF = Configuration(64, 256, 64, 64, 4, 3, 128, 256, 8, 2, 16, 4, 128, 8, 2)
-_FLOAT = Configuration(32, 128, 32, 32, 4, 1, 32, 256, 8, 1, 16, 4, 32, 8, 1)
-_SMALL_HALF = Configuration(32, 128, 64, 32, 4, 2, 64, 128, 4, 1, 16, 4, 32, 4, 1)
-_SMALL_FLOAT = Configuration(16, 64, 32, 16, 4, 1, 16, 128, 4, 1, 16, 4, 16, 4, 1)
+_HALF = Configuration(
+    group=64,
+    chunk=256,
+    tile=64,
+    part=64,
+    scan_warps=4,
+    scan_stages=3,
+    read_rows=128,
+    read_columns=256,
+    read_warps=8,
+    read_stages=2,
+    row_rows=16,
+    row_warps=4,
+    gradient_rows=128,
+    gradient_warps=8,
+    gradient_stages=2,
+)
+_FLOAT = Configuration(
+    group=32,
+    chunk=128,
+    tile=32,
+    part=32,
+    scan_warps=4,
+    scan_stages=1,
+    read_rows=32,
+    read_columns=256,
+    read_warps=8,
+    read_stages=1,
+    row_rows=16,
+    row_warps=4,
+    gradient_rows=32,
+    gradient_warps=8,
+    gradient_stages=1,
+)
+_SMALL_HALF = Configuration(
+    group=32,
+    chunk=128,
+    tile=64,
+    part=32,
+    scan_warps=4,
+    scan_stages=2,
+    read_rows=64,
+    read_columns=128,
+    read_warps=4,
+    read_stages=1,
+    row_rows=16,
+    row_warps=4,
+    gradient_rows=32,
+    gradient_warps=4,
+    gradient_stages=1,
+)
+_SMALL_FLOAT = Configuration(
+    group=16,
+    chunk=64,
+    tile=32,
+    part=16,
+    scan_warps=4,
+    scan_stages=1,
+    read_rows=16,
+    read_columns=128,
+    read_warps=4,
+    read_stages=1,
+    row_rows=16,
+    row_warps=4,
+    gradient_rows=16,
+    gradient_warps=4,
+    gradient_stages=1,
+)
 
 TABLE: dict[tuple[int, int] | None, tuple[Configuration, Configuration]] = {
     (9, 0): (_HALF, _FLOAT),
