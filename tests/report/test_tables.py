@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ccq.evals.results import write_results
+from ccq.evals.results import read_results, write_results
 from ccq.report.tables import (
     arm_differences,
     backbone_of,
@@ -37,7 +37,9 @@ def _printed(results: Any, width: int) -> list[str]:
 
 
 def test_the_fixture_is_a_valid_results_file(build_results: Build, tmp_path: Any) -> None:
-    write_results(tmp_path / "results.json", build_results(seeds=2))  # type: ignore[arg-type]
+    results = build_results(seeds=2)
+    write_results(tmp_path / "results.json", results)  # type: ignore[arg-type]
+    assert read_results(tmp_path / "results.json") == results
 
 
 def test_mean_and_deviation_over_three_seeds(build_results: Build) -> None:

@@ -22,7 +22,7 @@ from tests.ops.query.test_curvature_conditioned_query import (
     spread_keys,
     yardstick,
 )
-from torch import Tensor
+from torch import Tensor, library
 
 from ccq.ops.query import KeyStatistics, curvature_conditioned_query, fused, l2_normalize
 
@@ -323,7 +323,7 @@ def operator_inputs(tokens: int, *, sequences: int = 1, gradient: bool = False) 
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operator_keeps_its_promises(correction: bool) -> None:
-    torch.library.opcheck(
+    library.opcheck(
         fused.read_step, (*operator_inputs(17, gradient=True), None, None, True, True, correction), atol=1e-6, rtol=1e-6
     )
 
@@ -333,7 +333,7 @@ def test_the_operator_keeps_its_promises_with_padding_and_packing(boundaries: li
     mask = None if boundaries else torch.arange(20, device=DEVICE)[None] > 2
     inputs = operator_inputs(20, sequences=1 if boundaries is None else 3)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True), test_utils=checks)
+    library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True), test_utils=checks)
 
 
 @pytest.mark.parametrize("correction", [True, False])
@@ -344,7 +344,7 @@ def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
     )
     states = (torch.ones_like(second_moment), torch.ones_like(total)) if correction else (None, None)
     arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))
-    torch.library.opcheck(
+    library.opcheck(
         fused.read_step_backward,
         (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.helpers import assert_close
 from tests.ops.query.test_curvature_conditioned_query import Case, make_case
-from torch import Tensor
+from torch import Tensor, library
 
 from ccq.ops.query import (
     CurvatureConditionedQueryResult,
@@ -180,7 +180,7 @@ def operator_inputs() -> list[Tensor]:
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operators_keep_their_promises(correction: bool) -> None:
     for operator in (fused.read_token, fused.read_token_):
-        torch.library.opcheck(operator, (*operator_inputs(), True, True, correction))
+        library.opcheck(operator, (*operator_inputs(), True, True, correction))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from ccq.ops.query.statistics import KeyStatistics
 
@@ -81,7 +81,7 @@ _OPTIONS = "bool normalize, bool centred, "
 _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "ccq::read_step",
     mutates_args=(),
     schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}bool return_correction)"
@@ -153,7 +153,7 @@ def _(
     )
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "ccq::read_step_backward",
     mutates_args=(),
     schema=f"({_INPUTS}Tensor second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
@@ -253,7 +253,7 @@ def _backward(
 read_step.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "ccq::read_token",
     mutates_args=(),
     schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_OPTIONS}bool return_correction)"
@@ -297,7 +297,7 @@ def _(
     return q.new_empty(q.shape), correction, *(x.new_empty(x.shape) for x in (second_moment, total, count))
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "ccq::read_token_",
     mutates_args=("second_moment", "total", "count"),
     schema=f"({_INPUTS}Tensor(a!) second_moment, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}bool return_correction)"
