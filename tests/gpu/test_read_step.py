@@ -178,7 +178,7 @@ def test_a_new_length_compiles_nothing() -> None:
         q, k, gate = (x.cuda().requires_grad_() for x in case[:3])
         curvature_conditioned_query(q, k, gate, backend="triton").query.sum().backward()
 
-    for tokens in (100, 3000):
+    for tokens in (100, 3000, 512):  # few and many tokens, and blocks that are all full
         step(tokens)
     compiled: list[str] = []
     before = triton.knobs.runtime.jit_post_compile_hook
@@ -333,12 +333,12 @@ def test_a_cuda_graph_replays_decode_steps(size: int, dtype: torch.dtype) -> Non
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_compiles_without_a_break_and_agrees(padded: bool) -> None:
-    from ccq.models import CausalLanguageModel, preset
+    from ccq.models import CCQForCausalLM, preset
 
     torch._dynamo.reset()
     sizes = {"num_layers": 1, "hidden_size": 64, "head_dim": 32, "value_head_dim": 32, "intermediate_size": 64}
-    config = preset("tiny", "gla+ccq", vocab_size=50, initializer_range=0.3, **sizes)
-    model = CausalLanguageModel(config).cuda()
+    config = preset("gla+ccq-tiny", vocab_size=50, initializer_range=0.3, **sizes)
+    model = CCQForCausalLM(config).cuda()
     tokens = torch.randint(50, (2, 40), device="cuda")
     mask = None
     if padded:
@@ -347,7 +347,7 @@ def test_a_model_compiles_without_a_break_and_agrees(padded: bool) -> None:
     results = []
     # Generating code for the loops of the write rule takes minutes; the next test does it for the read step.
     for run_model in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        output = run_model(tokens, mask=mask)
+        output = run_model(tokens, attention_mask=mask, use_cache=False)
         logits = output.logits if mask is None else output.logits[mask.bool()]
         results.append((logits, torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
     (logits, gradients), (compiled_logits, compiled_gradients) = results

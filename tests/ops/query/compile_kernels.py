@@ -21,10 +21,10 @@ from ccq.ops.query import kernels
 
 SIZE = 256
 INTEGERS = ("begin", "end", "owner", "block_start", "chunk_start", "count")
-ROWS = ("x", "unit", "weighted", "query", "dk")
+ROWS = ("x", "unit", "query", "q", "dy", "dq", "weighted", "dk")
 
 
-def shared_memory(
+def compiled_memory(
     kernel: Any, constants: dict[str, Any], types: dict[str, str], warps: int, stages: int, capability: int
 ) -> int:
     signature, values, attributes = {}, {}, {}
@@ -44,30 +44,33 @@ def main() -> None:
     found = []
     pairs = zip(kernels.TABLE[capability], (torch.bfloat16, torch.float32), strict=True)
     for config, dtype in pairs:
-        number = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-        types = {name: "*i64" for name in INTEGERS} | {name: number for name in (*ROWS, "covariances", "spreads")}
-        types |= {"sequences": "i32", "per_segment": "i32"}
-        precision = "ieee" if dtype == torch.float32 else "tf32"
-        common = {"H": 6, "D": SIZE, "BN": config.group, "C": config.chunk, "CENTRED": True, "PRECISION": precision}
-        wide = common | {"BD": SIZE, "BK": config.part, "STATE_PRECISION": precision}
-        tiles = {"BS": config.tile, "S": SIZE // config.tile, "TOTALS_ONLY": False}
+        number = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+        def tiles(rows: int, columns: int, number: str = number, bulk: bool = config.bulk) -> str:
+            return f"tensordesc<{number}[{rows}, {columns}]>" if bulk else f"*{number}"
+
+        block, group = tiles(config.block, SIZE), tiles(config.group, SIZE)
+        part, state = tiles(config.block, config.part), tiles(config.part, SIZE)
+        types = dict.fromkeys(INTEGERS, "*i64") | dict.fromkeys(ROWS, f"*{number}")
+        types |= dict.fromkeys(("sequences", "per_segment", "blocks"), "i32")
+        types |= {"rows": block, "parts": part, "unit_blocks": block, "unit_parts": part, "unit_groups": group}
+        types |= {"x_groups": group, "weighted_groups": group, "covariances": state, "spreads": state}
+        scanned = types | dict.fromkeys(("x", "weighted"), tiles(config.scan_group, config.tile))
+        scanned |= {"spreads": f"*{number}"}
+        common = {"H": 6, "D": SIZE, "BD": SIZE, "BT": config.block, "C": config.chunk, "CENTRED": True}
+        common |= {"ALIGNED": True, "BULK": config.bulk, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+        wide = common | {"BN": config.group, "BK": config.part, "NORMALIZE": True}
+        scan = common | {"BN": config.scan_group, "BS": config.tile, "S": SIZE // config.tile}
+        scan |= {"TOTALS_ONLY": False, "INITIAL": True, "FINAL": True}
+        reads = [wide | {"GRADIENTS": which, "CORRECTION": False, "EPS": 1e-6} for which in (False, True)]
+        read, gradient = (config.read_warps, config.read_stages), (config.gradient_warps, config.gradient_stages)
         cases = (
-            (
-                kernels._covariance_kernel,
-                wide | {"BT": config.read_rows, "BO": config.read_columns, "QUERY": True, "CORRECTION": False},
-                config.read_warps,
-                config.read_stages,
-            ),
-            (
-                kernels._key_gradients_kernel,
-                wide | {"BT": config.gradient_rows, "S": SIZE // config.tile, "NORMALIZE": True},
-                config.gradient_warps,
-                config.gradient_stages,
-            ),
-            (kernels._scan_gradients_kernel, common | tiles, config.scan_warps, config.scan_stages),
+            *((kernels._covariance_kernel, constants, types, *read) for constants in reads),
+            (kernels._key_gradients_kernel, wide | {"S": SIZE // config.tile}, types, *gradient),
+            (kernels._scan_gradients_kernel, scan, scanned, config.scan_warps, config.scan_stages),
         )
-        for kernel, constants, warps, stages in cases:
-            size = shared_memory(kernel, constants, types, warps, stages, 10 * capability[0] + capability[1])
+        for kernel, constants, kinds, warps, stages in cases:
+            size = compiled_memory(kernel, constants, kinds, warps, stages, 10 * capability[0] + capability[1])
             found.append([kernel.__name__, str(dtype), size])
     print(json.dumps(found))
 

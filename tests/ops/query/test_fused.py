@@ -36,7 +36,7 @@ TOLERANCE = 3e-6
 FLOOR = 1e-6
 """Absolute error allowed where the exact value is zero."""
 CONFIGURATION = kernels.configuration
-SMALL = dict(group=16, chunk=64, tile=16, part=16, read_rows=32, read_columns=16, gradient_rows=32, row_rows=8)
+SMALL = dict(block=32, group=16, chunk=64, tile=16, part=16, scan_group=16, row_rows=8)
 
 
 @pytest.fixture(autouse=True)
@@ -346,7 +346,7 @@ def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
     arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))
     library.opcheck(
         fused.read_step_backward,
-        (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True),
+        (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True, correction),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

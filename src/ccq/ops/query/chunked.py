@@ -123,13 +123,15 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
         )
         ctx.layout, ctx.centred = layout, centred
         ctx.dtypes = q.dtype, k.dtype, gate.dtype
+        # Kept apart: a checkpointed layer lets the saved tensors be asked for once.
+        ctx.device_type = q.device.type
         ctx.set_materialize_grads(False)
         return y, layout.merge(correction) if return_correction else None, last_moment, last_total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+        with torch.autocast(ctx.device_type, enabled=False):
             return _backward(ctx, *gradients)
 
 

@@ -136,7 +136,7 @@ def _(
     return_correction: bool,
 ) -> tuple[Tensor, ...]:
     rows, tokens, heads, size = q.shape
-    block = 2 * _kernels().configuration(q.dtype, int(size), q.device).group
+    block = _kernels().configuration(q.dtype, int(size), q.device).block
     blocks: Any = rows * ((tokens + block - 1) // block)
     if boundaries is not None:
         blocks = sum((end - begin + block - 1) // block for begin, end in itertools.pairwise(boundaries))
@@ -148,7 +148,7 @@ def _(
         total.new_empty(total.shape),
         count.new_empty(count.shape),
         q.new_empty((rows, tokens, heads), dtype=kept),
-        q.new_empty((2 * blocks, heads, size), dtype=kept),
+        q.new_empty((blocks, heads, size), dtype=kept),
         q.new_empty((rows, tokens, heads), dtype=kept),
     )
 
@@ -158,7 +158,7 @@ def _(
     mutates_args=(),
     schema=f"({_INPUTS}Tensor second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
     "Tensor vectors, Tensor mean, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, "
-    f"{_SEQUENCES}bool normalize, bool centred) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_SEQUENCES}{_OPTIONS}bool state_gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def read_step_backward(
     q: Tensor,
@@ -179,8 +179,11 @@ def read_step_backward(
     boundaries: Sequence[int] | None,
     normalize: bool,
     centred: bool,
+    state_gradients: bool,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `read_step` in q, k, gate, second_moment and total; `dr` needs the saved correction."""
+    """The gradients of `read_step` in q, k, gate and (else empty) second_moment and total; `dr` needs the saved
+    correction.
+    """
     _step(q)
     kernels = _kernels()
     q, k, gate, second_moment, count, dy = _contiguous(q, k, gate, second_moment, count, dy)
@@ -193,9 +196,10 @@ def read_step_backward(
         )
         gradients = kernels.backward(
             q, k, gate, dy, None if dr is None else dr.contiguous(),
-            torch.zeros_like(second_moment) if d_moment is None else d_moment.contiguous(),
+            None if d_moment is None else d_moment.contiguous(),
             torch.zeros_like(last_total) if d_total is None else d_total.contiguous(),
             saved, second_moment, count, plan, config, normalize=normalize, centred=centred,
+            state_gradients=state_gradients,
         )  # fmt: skip
         d_gate = gradients.gate.contiguous()
         if mask is not None:
@@ -212,10 +216,11 @@ def _(
     count: Tensor,
     correction: Tensor,
     last_total: Tensor,
-    *_: Any,
-    **__: Any,
+    *options: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, gate, second_moment, last_total))
+    rows = (x.new_empty(x.shape) for x in (q, k, gate))
+    states = (x.new_empty(x.shape if options[-1] else 0) for x in (second_moment, last_total))
+    return *rows, *states
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -236,7 +241,8 @@ def _backward(
     ctx: Any, dy: Tensor | None, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     *saved, mask = ctx.saved_tensors
-    gradients = torch.ops.ccq.read_step_backward(
+    state_gradients = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    *rows, d_moment, d_total = torch.ops.ccq.read_step_backward(
         *saved,
         torch.zeros_like(saved[0]) if dy is None else dy,
         dr if ctx.return_correction else None,
@@ -246,8 +252,9 @@ def _backward(
         ctx.boundaries,
         ctx.normalize,
         ctx.centred,
+        state_gradients,
     )
-    return *gradients, *(None,) * 6
+    return *rows, *((d_moment, d_total) if state_gradients else (None, None)), *(None,) * 6
 
 
 read_step.register_autograd(_backward, setup_context=_setup_context)

@@ -1,12 +1,12 @@
 """The read step in Triton: forward and backward for dense, padded and packed input.
 
-Legend: N sequences, H heads, D key size (BD the next power of two), C tokens a chunk, BN keys a group, two groups a
-block, BT rows that a program treats, S tiles of a state a side (of BS columns). i reads, j is read.
+Legend: N sequences, H heads, D key size (BD the next power of two), BT rows a block, BN rows a group, C tokens a
+chunk, S tiles of a state a side (of BS columns). i reads, j is read.
 
 The mathematics is that of `chunked.py`; what differs is how sums travel between programs.
 
-Forward. `_unit_keys` normalises k and sums each group of BN keys; `_scan_vectors` adds these sums up to m before each
-group. `_scan_moments` walks over the sequence, one program for each tile of the upper triangle, adds up M in float32
+Forward. `_unit_keys` normalises k and sums each block; `_scan_vectors` adds these sums up to m before each block.
+`_scan_moments` walks over the sequence, one program for each tile of the upper triangle, adds up M in float32
 registers, and writes at each chunk the covariance of everything before it, Sigma_0 = M / t0 - (m / t0)(m / t0)^T:
 centred before it is rounded, because M and m m^T / t0 nearly cancel when keys share a mean, and divided by t0 so that
 its range does not grow with length. `_covariance` then treats every block of rows alone:
@@ -14,7 +14,7 @@ its range does not grow with length. `_covariance` then treats every block of ro
     a_i = (q_i . m_block + sum over j <= i in the block of s_ij) / t_i
     r_i = (t0 Sigma_0 q_i + ((q_i . m_chunk) / t0 - a_i) m_chunk + sum over j <= i of (s_ij - a_i) k_j) / t_i
 
-Queries enter products as they were given; their reciprocal lengths multiply scores and rows.
+Queries enter products as they were given; their reciprocal lengths multiply rows.
 
 Backward. `_covariance` applied to the gradient p that reaches r gives u = Sigma p; `_query_gradients` makes dq, the
 gate's gradient and the sums of w from it. `_scan_gradients` walks backwards and writes at each chunk W, the sum over
@@ -23,6 +23,10 @@ later tokens of (p q^T + q p^T) / t, and W mu for the mean mu at the end of the 
     dk_j = W (k_j - mu) + (W mu - w) + sum over i >= j in the chunk of (p_i (s_ij - a_i) + q_i (z_ij - c_i)) / t_i
 
 with k centred before W, which is rounded, meets it.
+
+What several programs read lies in blocks: [H, blocks, BT, BD], one after the other along each sequence, with zeros
+behind its last token and past column D. So the large products load without masks, and where the card can (BULK) by
+tensor descriptors. Rows are copied into that form unless they lie so already (`is_aligned`).
 
 Nothing is added atomically and no result depends on the order in which programs run. Addresses are 64-bit.
 """
@@ -36,6 +40,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ccq.ops.query.reference import NORM_EPSILON
 
@@ -43,28 +48,32 @@ from ccq.ops.query.reference import NORM_EPSILON
 class Configuration(NamedTuple):
     """Sizes and launch parameters of all kernels for one dtype and key size."""
 
+    block: int
+    """BT, rows of a program of the kernels that multiply."""
     group: int
-    """BN, keys that are multiplied at once; a block has two groups."""
+    """BN, rows that are multiplied at once; divides BT."""
     chunk: int
-    """C, a multiple of 2 BN."""
+    """C, a multiple of BT."""
     tile: int
     """BS"""
     part: int
     """BK, rows of a state that are loaded at once."""
+    scan_group: int
+    """BN of the scans."""
     scan_warps: int
     scan_stages: int
-    read_rows: int
-    """BT of `_covariance_kernel`, BN or 2 BN."""
-    read_columns: int
-    """BO"""
     read_warps: int
     read_stages: int
     row_rows: int
     """BR, rows that the kernels which only pass over rows hold at once."""
     row_warps: int
-    gradient_rows: int
+    row_stages: int
+    scan_registers: int | None
+    """Registers a thread that the scans may use, where more of their programs on a processor win more."""
     gradient_warps: int
     gradient_stages: int
+    bulk: bool
+    """Whether tiles are loaded by tensor descriptors, which sm_90 and later execute as bulk copies; not in float32."""
 
 
 class Plan(NamedTuple):
@@ -84,6 +93,8 @@ class Plan(NamedTuple):
     """Chunks in all."""
     longest: int
     """Chunks of the longest sequence."""
+    full: bool
+    """Whether every block is full and block i holds the tokens from i * BT on."""
 
 
 @triton.jit
@@ -94,28 +105,43 @@ def _sequence(begin, end, n):
 
 
 @triton.jit
-def _load_rows(
-    pointer, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr
+def _tile(
+    source, row, column, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BULK: tl.constexpr
 ):  # fmt: skip
-    """[ROWS, WIDTH] of one head, from the row at `pointer` on; zeros past `left` rows and past D.
+    """[ROWS, WIDTH] of a matrix whose rows are STRIDE apart: a tensor descriptor (BULK) or a pointer."""
+    if BULK:
+        return source.load([row.to(tl.int32), column])
+    else:
+        # A 64-bit pointer and 32-bit offsets inside the tile: fewer registers than 64 bits for every element.
+        inside = tl.arange(0, ROWS)[:, None] * STRIDE + tl.arange(0, WIDTH)
+        return tl.load(source + row.to(tl.int64) * STRIDE + column + inside)
 
-    Addresses are a 64-bit pointer and 32-bit offsets inside the block: fewer registers than 64 bits for every element.
-    """
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+
+@triton.jit
+def _load_part(pointer, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+    """[ROWS, WIDTH] of one head, from the row at `pointer` and column `side` on; zeros past `left` rows and past D."""
+    row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
     mask = (row < left)[:, None]
-    if WIDTH > D:
+    if D % WIDTH != 0:
         mask = mask & (column < D)
     return tl.load(pointer + (row[:, None] * (H * D) + column), mask=mask, other=0.0)
 
 
 @triton.jit
-def _store_rows(pointer, x, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
-    """The counterpart of `_load_rows`; converts to the type of the memory."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+def _store_part(pointer, x, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+    """The counterpart of `_load_part`; converts to the type of the memory."""
+    row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
     mask = (row < left)[:, None]
-    if WIDTH > D:
+    if D % WIDTH != 0:
         mask = mask & (column < D)
     tl.store(pointer + (row[:, None] * (H * D) + column), x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_block(pointer, x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] to consecutive memory."""
+    inside = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)
+    tl.store(pointer + inside, x.to(pointer.dtype.element_ty))
 
 
 @triton.jit
@@ -131,44 +157,48 @@ def _upper_tile(pair, S: tl.constexpr):
     return row, row + pair - before
 
 
-@triton.jit
-def _unit_keys_kernel(
-    k,
-    unit,
+@triton.jit(do_not_specialize=["blocks"])
+def _to_blocks_kernel(
+    x,
+    blocked,
     reciprocal,
     sums,
     begin,
     end,
     owner,
     block_start,
+    blocks,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    BN: tl.constexpr,
+    BT: tl.constexpr,
     BR: tl.constexpr,
+    STAGES: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SUMS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """For every group of BN keys, two to a block: the normalised keys, their reciprocal lengths, and their sum."""
+    """Copies the rows of a block, normalised or not; with SUMS also their reciprocal lengths and their sum."""
     h = tl.program_id(0) % H
-    group = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + group // 2)
+    block = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + block)
     first, length = _sequence(begin, end, n)
-    start = (group - 2 * tl.load(block_start + n)).to(tl.int32) * BN
+    start = (block - tl.load(block_start + n)).to(tl.int32) * BT
     row, column = tl.arange(0, BR), tl.arange(0, BD)
     b_sum = tl.zeros((BR, BD), tl.float32)
-    for r in tl.static_range(0, BN, BR):
+    for r in tl.range(0, BT, BR, num_stages=STAGES):
         base, left = (first + start + r) * H + h, length - start - r
-        b_k = _load_rows(k + base * D, left, BR, BD, H, D).to(tl.float32)
+        b_x = _load_part(x + base * D, 0, left, BR, BD, H, D)
         if NORMALIZE:
-            b_r = tl.rsqrt(tl.sum(b_k * b_k, 1) + EPS)
+            b_f = b_x.to(tl.float32)
+            b_r = tl.rsqrt(tl.sum(b_f * b_f, 1) + EPS)
             tl.store(reciprocal + base + row * H, b_r, mask=row < left)
-            b_k *= b_r[:, None]
-        b_unit = b_k.to(unit.dtype.element_ty)
-        _store_rows(unit + base * D, b_unit, left, BR, BD, H, D)
+            b_x = (b_f * b_r[:, None]).to(blocked.dtype.element_ty)
+        _store_block(blocked + ((h * blocks.to(tl.int64) + block) * BT + r) * BD, b_x, BR, BD)
         # The sum of the rounded keys: it must be the mean of what the products see.
-        b_sum += b_unit.to(tl.float32)
-    tl.store(sums + (group * H + h) * D + column, tl.sum(b_sum, 0), mask=column < D)
+        b_sum += b_x.to(tl.float32)
+    if SUMS:
+        tl.store(sums + (block * H + h) * D + column, tl.sum(b_sum, 0), mask=column < D)
 
 
 @triton.jit
@@ -183,20 +213,20 @@ def _scan_vectors_kernel(
     STEP: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """In place of the sums [groups, H, D]: the sum before each group (REVERSE: behind it). And the last one."""
+    """In place of the sums [blocks, H, D]: the sum before each block (REVERSE: behind it). And the last one."""
     h = tl.program_id(0) % H
     n = tl.program_id(0).to(tl.int64) // H
-    start = 2 * tl.load(block_start + n)
-    groups = (2 * tl.load(block_start + n + 1) - start).to(tl.int32)
+    start = tl.load(block_start + n)
+    blocks = (tl.load(block_start + n + 1) - start).to(tl.int32)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     step = tl.arange(0, STEP)
     state = (n * H + h) * D + column
     running = tl.load(initial + state, mask=column < D, other=0.0)
-    for done in range(0, groups, STEP):
+    for done in range(0, blocks, STEP):
         place = done + step
-        inside = (place < groups)[:, None] & (column < D)
+        inside = (place < blocks)[:, None] & (column < D)
         if REVERSE:
-            place = groups - 1 - place
+            place = blocks - 1 - place
         pointer = sums + ((start + place[:, None]) * H + h) * D + column
         b_x = tl.load(pointer, mask=inside, other=0.0)
         b_sum = tl.cumsum(b_x, 0)
@@ -206,24 +236,16 @@ def _scan_vectors_kernel(
 
 
 @triton.jit
-def _load_columns(pointer, column, left, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):
-    """[BN, BS], the columns `column` of the rows from `pointer` on."""
-    row = tl.arange(0, BN)
-    return tl.load(pointer + (row[:, None] * (H * D) + column), mask=(row < left)[:, None] & (column < D), other=0.0)
-
-
-@triton.jit
 def _add_moments(
-    unit, first, start, length, h, row, column, acc, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    unit, at, i, j, acc, BD: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """acc + the sum of k_row k_column^T over the group of keys that begins at `start`."""
-    base, left = unit + ((first + start) * H + h) * D, length - start
-    b_i, b_j = _load_columns(base, row, left, H, D, BN), _load_columns(base, column, left, H, D, BN)
+    """acc + the sum of k_row k_column^T over the group of keys at row `at`, for tile (i, j)."""
+    # Plain loads: bulk copies were a quarter slower here, and a tenth faster in `_add_spreads`.
+    b_i, b_j = _tile(unit, at, i * BS, BD, BN, BS, False), _tile(unit, at, j * BS, BD, BN, BS, False)
     return tl.dot(tl.trans(b_i), b_j, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["sequences", "per_segment"])
+@triton.jit(do_not_specialize=["sequences", "per_segment", "blocks"])
 def _scan_moments_kernel(
     unit,
     vectors,
@@ -238,20 +260,25 @@ def _scan_moments_kernel(
     chunk_start,
     sequences,
     per_segment,
+    blocks,
     H: tl.constexpr,
     D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
     BN: tl.constexpr,
     BS: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     CENTRED: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
     TOTALS_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of M along one segment of a sequence.
 
     TOTALS_ONLY: its sum over the segment, [segments, N, H, pairs, BS, BS]. Otherwise the covariance before each chunk,
-    [chunks, H, D, D], from the totals of the segments before; the last segment writes M behind the sequence.
+    [chunks, H, BD, BD], from the totals of the segments before; the last segment writes M behind the sequence.
     """
     PAIRS: tl.constexpr = S * (S + 1) // 2
     pair = tl.program_id(0) % PAIRS
@@ -260,7 +287,9 @@ def _scan_moments_kernel(
     segment = tl.program_id(1)
     i, j = _upper_tile(pair, S)
     row, column = i * BS + tl.arange(0, BS), j * BS + tl.arange(0, BS)
-    first, length = _sequence(begin, end, n)
+    _, length = _sequence(begin, end, n)
+    begun = tl.load(block_start + n)
+    at = (h * blocks.to(tl.int64) + begun) * BT
     chunks = tl.cdiv(length, C)
     low = segment * per_segment
     high = tl.minimum(low + per_segment, chunks)
@@ -269,247 +298,68 @@ def _scan_moments_kernel(
     if TOTALS_ONLY:
         acc = tl.zeros((BS, BS), tl.float32)
         for t in range(low * C, tl.minimum(high * C, length), BN):
-            acc = _add_moments(unit, first, t, length, h, row, column, acc, H, D, BN, PRECISION)
+            acc = _add_moments(unit, at + t, i, j, acc, BD, BN, BS, PRECISION)
         where = segment.to(tl.int64) * sequences * H * PAIRS + tile
         tl.store(totals + where * BS * BS + inside_tile, acc)
     else:
-        square = row[:, None] * D + column
-        mirrored = column[None, :] * D + row[:, None]
+        state = (n * H + h) * D * D
+        square = state + row[:, None] * D + column
         fits = (row < D)[:, None] & (column < D)
-        acc = tl.load(initial + (n * H + h) * D * D + square, mask=fits, other=0.0)
+        acc = tl.zeros((BS, BS), tl.float32)
+        if INITIAL:
+            acc = tl.load(initial + square, mask=fits, other=0.0)
         for earlier in range(0, segment):
             where = tl.cast(earlier, tl.int64) * sequences * H * PAIRS + tile
             acc += tl.load(totals + where * BS * BS + inside_tile)
         seen = tl.load(count + n)
-        group, chunk = 2 * tl.load(block_start + n), tl.load(chunk_start + n)
+        chunk = tl.load(chunk_start + n)
         # One loop over all groups of the segment, not one for each chunk: loads run ahead across chunks.
         for t in range(low * C, tl.minimum(high * C, length), BN):
             if t % C == 0:
                 b_t = 1.0 / tl.maximum(seen + t, 1).to(tl.float32)
                 b_c = acc * b_t
                 if CENTRED:
-                    m = vectors + ((group + t // BN) * H + h) * D
+                    m = vectors + ((begun + t // BT) * H + h) * D
                     b_mi = tl.load(m + row, mask=row < D, other=0.0) * b_t
                     b_mj = tl.load(m + column, mask=column < D, other=0.0) * b_t
                     b_c -= b_mi[:, None] * b_mj
-                state = covariances + ((chunk + t // C) * H + h) * D * D
-                tl.store(state + square, b_c.to(covariances.dtype.element_ty), mask=fits)
+                b_c = b_c.to(covariances.dtype.element_ty)
+                here = covariances + ((chunk + t // C) * H + h) * BD * BD
+                tl.store(here + row[:, None] * BD + column, b_c)
                 if i != j:
-                    tl.store(state + mirrored, b_c.to(covariances.dtype.element_ty), mask=fits)
-            acc = _add_moments(unit, first, t, length, h, row, column, acc, H, D, BN, PRECISION)
-        if segment == tl.maximum(chunks - 1, 0) // per_segment:
-            state = final + (n * H + h) * D * D
-            tl.store(state + square, acc, mask=fits)
-            if i != j:
-                tl.store(state + mirrored, acc, mask=fits)
+                    tl.store(here + column[:, None] * BD + row, tl.trans(b_c))
+            acc = _add_moments(unit, at + t, i, j, acc, BD, BN, BS, PRECISION)
+        if FINAL:  # noqa: SIM102 - known when compiled, the other is not
+            if segment == tl.maximum(chunks - 1, 0) // per_segment:
+                tl.store(final + square, acc, mask=fits)
+                if i != j:
+                    tl.store(final + state + column[None, :] * D + row[:, None], acc, mask=fits)
 
 
 @triton.jit
-def _load_part(pointer, begin, left, ROWS: tl.constexpr, BK: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
-    """[ROWS, BK], columns `begin` ... of the rows from `pointer` on."""
-    row, column = tl.arange(0, ROWS), begin + tl.arange(0, BK)
-    mask = (row < left)[:, None]
-    if D % BK != 0:
-        mask = mask & (column < D)
-    return tl.load(pointer + (row[:, None] * (H * D) + column), mask=mask, other=0.0)
+def _halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and the right half of x [ROWS, WIDTH]."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
 
 
-@triton.jit
-def _load_state(pointer, top, side, BK: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """[BK, WIDTH], the rows from `top` and columns from `side` on of a state [D, D]."""
-    row, column = top + tl.arange(0, BK), side + tl.arange(0, WIDTH)
-    if D % BK == 0 and D % WIDTH == 0:
-        return tl.load(pointer + (row[:, None] * D + column))
-    else:
-        return tl.load(pointer + (row[:, None] * D + column), mask=(row < D)[:, None] & (column < D), other=0.0)
-
-
-@triton.jit
-def _store_part(pointer, x, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
-    """Stores [ROWS, WIDTH] at the columns from `side` on, in the type of the memory."""
-    row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
-    mask = (row < left)[:, None]
-    if D % WIDTH != 0:
-        mask = mask & (column < D)
-    tl.store(pointer + (row[:, None] * (H * D) + column), x.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _row_scalars_kernel(
-    x,
-    vectors,
-    reciprocal,
-    at_block,
-    at_chunk,
-    begin,
-    end,
-    owner,
-    block_start,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BR: tl.constexpr,
-    C: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """For every row x: its reciprocal length, and its products with m before its block of BT rows and its chunk.
-
-    Apart from `_covariance_kernel`, which then needs its rows as operands only and keeps none of them in registers.
-    """
-    h = tl.program_id(0) % H
-    group = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + group // 2)
-    first, length = _sequence(begin, end, n)
-    begun = 2 * tl.load(block_start + n)
-    place = (group - begun).to(tl.int32)
-    start = place * BN
-    if start < length:
-        row, column = tl.arange(0, BR), tl.arange(0, BD)
-        b_mb = tl.zeros((BD,), tl.float32)
-        b_mc = b_mb
-        if CENTRED:
-            m = vectors + ((begun + place // (BT // BN) * (BT // BN)) * H + h) * D
-            b_mb = tl.load(m + column, mask=column < D, other=0.0)
-            m = vectors + ((begun + place // (C // BN) * (C // BN)) * H + h) * D
-            b_mc = tl.load(m + column, mask=column < D, other=0.0)
-        for r in tl.static_range(0, BN, BR):
-            base, left = (first + start + r) * H + h, length - start - r
-            b_x = _load_rows(x + base * D, left, BR, BD, H, D).to(tl.float32)
-            token, real = base + row * H, row < left
-            b_r = tl.full((BR,), 1.0, tl.float32)
-            if NORMALIZE:
-                b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) + EPS)
-            tl.store(reciprocal + token, b_r, mask=real)
-            if CENTRED:
-                tl.store(at_block + token, tl.sum(b_x * b_mb, 1) * b_r, mask=real)
-                tl.store(at_chunk + token, tl.sum(b_x * b_mc, 1) * b_r, mask=real)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _covariance_kernel(
-    x,
-    unit,
-    gate,
-    reciprocal,
-    at_block,
-    at_chunk,
-    vectors,
+    rows,
+    parts,
+    unit_blocks,
+    unit_groups,
     covariances,
+    x,
+    gate,
+    vectors,
     count,
     query,
     correction,
     mean,
-    begin,
-    end,
-    owner,
-    block_start,
-    chunk_start,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    C: tl.constexpr,
-    CENTRED: tl.constexpr,
-    QUERY: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
-):
-    """Sigma_i x_i for BT rows and BO columns, x normalised by `reciprocal`; and the rows' mean scores.
-
-    CORRECTION stores it, QUERY stores x - gate Sigma x.
-    """
-    COLUMNS: tl.constexpr = (D + BO - 1) // BO
-    PARTS: tl.constexpr = 2 * BN // BT
-    out = (tl.program_id(0) % COLUMNS) * BO
-    h = (tl.program_id(0) // COLUMNS) % H
-    part = tl.program_id(0).to(tl.int64) // (COLUMNS * H)
-    n = tl.load(owner + part // PARTS)
-    first, length = _sequence(begin, end, n)
-    begun = tl.load(block_start + n)
-    start = (part - PARTS * begun).to(tl.int32) * BT
-    if start < length:
-        base, left = (first + start) * H + h, length - start
-        row, key, column = tl.arange(0, BT), tl.arange(0, BN), out + tl.arange(0, BO)
-        token, real = base + row * H, row < left
-        low = (start // C) * C
-        seen = tl.load(count + n)
-        before = (seen + low).to(tl.float32)
-        b_it = 1.0 / tl.where(real, seen + start + row + 1, 1).to(tl.float32)
-        b_r = tl.load(reciprocal + token, mask=real, other=1.0)
-        b_x = _load_rows(x + base * D, left, BT, BD, H, D)
-
-        # Rows read the keys of their own block, one or two groups, up to themselves.
-        b_k = _load_rows(unit + base * D, left, BN, BD, H, D)
-        b_s = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION) * b_r[:, None]
-        b_s = tl.where(row[:, None] >= key, b_s, 0.0)
-        b_a = tl.zeros((BT,), tl.float32)
-        if BT > BN:
-            b_k = _load_rows(unit + (base + BN * H) * D, left - BN, BN, BD, H, D)
-            b_s1 = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION) * b_r[:, None]
-            b_s1 = tl.where(row[:, None] >= key + BN, b_s1, 0.0)
-        if CENTRED:
-            b_a = tl.load(at_block + token, mask=real, other=0.0) + tl.sum(b_s, 1)
-            if BT > BN:
-                b_a += tl.sum(b_s1, 1)
-            b_a *= b_it
-            if out == 0:
-                tl.store(mean + token, b_a, mask=real)
-            b_s = tl.where(row[:, None] >= key, b_s - b_a[:, None], 0.0)
-        b_k = _load_part(unit + base * D, out, left, BN, BO, H, D)
-        acc = tl.dot(b_s.to(b_k.dtype), b_k, input_precision=PRECISION)
-        if BT > BN:
-            b_s1 = tl.where(row[:, None] >= key + BN, b_s1 - b_a[:, None], 0.0)
-            b_k = _load_part(unit + (base + BN * H) * D, out, left - BN, BN, BO, H, D)
-            acc = tl.dot(b_s1.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-        for earlier in range(low, start, BN):
-            source = unit + ((first + earlier) * H + h) * D
-            b_ke = _load_rows(source, length - earlier, BN, BD, H, D)
-            b_se = tl.dot(b_x, tl.trans(b_ke), input_precision=PRECISION) * b_r[:, None] - b_a[:, None]
-            b_ko = _load_part(source, out, length - earlier, BN, BO, H, D)
-            acc = tl.dot(b_se.to(b_ko.dtype), b_ko, acc, input_precision=PRECISION)
-        if CENTRED:
-            b_m = tl.load(vectors + ((2 * begun + low // BN) * H + h) * D + column, mask=column < D, other=0.0)
-            b_c = tl.load(at_chunk + token, mask=real, other=0.0) / tl.maximum(before, 1.0) - b_a
-            acc += b_c[:, None] * b_m
-        if before > 0:
-            # One accumulator: brought to the scale of x^T Sigma_0 before that is added, and back.
-            acc *= (1.0 / (before * b_r))[:, None]
-            state = covariances + ((tl.load(chunk_start + n) + start // C) * H + h) * D * D
-            for d in range(0, D, BK):
-                b_xd = _load_part(x + base * D, d, left, BT, BK, H, D)
-                b_state = _load_state(state, d, out, BK, BO, D)
-                acc = tl.dot(b_xd.to(b_state.dtype), b_state, acc, input_precision=STATE_PRECISION)
-            acc *= (before * b_r * b_it)[:, None]
-        else:
-            acc *= b_it[:, None]
-
-        if CORRECTION:
-            _store_part(correction + base * D, acc, out, left, BT, BO, H, D)
-        if QUERY:
-            b_g = tl.load(gate + token, mask=real, other=0.0).to(tl.float32)
-            b_y = _load_part(x + base * D, out, left, BT, BO, H, D).to(tl.float32) * b_r[:, None]
-            _store_part(query + base * D, b_y - b_g[:, None] * acc, out, left, BT, BO, H, D)
-
-
-@triton.jit
-def _query_gradients_kernel(
-    q,
-    x,
-    dy,
-    u,
-    strength,
     reciprocal,
-    count,
-    mean,
-    mean_x,
+    q,
+    dy,
+    mean_q,
     dq,
     d_gate,
     weighted,
@@ -518,67 +368,159 @@ def _query_gradients_kernel(
     end,
     owner,
     block_start,
+    chunk_start,
+    blocks,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
     BN: tl.constexpr,
-    BR: tl.constexpr,
+    C: tl.constexpr,
+    ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    BULK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EPS: tl.constexpr,
 ):
-    """With p = strength x the gradient that reaches r and u = Sigma x: dq, and the gate's gradient where x is dy.
+    """r = Sigma_i x_i for the rows of one block, and their mean scores. `rows` and `parts` are x in blocks, or x itself
+    where it is ALIGNED.
 
-    Also what the gradient of the keys needs: weighted [B T, H, D], the normalised queries times strength / t, and
-    leans [groups, H, D], the sums of (a p + c q) / t over each group.
+    Forward: x are queries, which NORMALIZE normalises; their reciprocal lengths and query = x - gate r are stored, and
+    r itself with CORRECTION.
+
+    GRADIENTS: x is the gradient that reaches r without its factor `gate`, and NORMALIZE says whether q was normalised.
+    With p = gate x: dq, the gradient of lambda where x is dy, and what the gradient of the keys needs: weighted
+    [H, blocks, BT, BD], the normalised queries times gate / t, and leans [blocks, H, D], the sums of (a p + c q) / t.
     """
     h = tl.program_id(0) % H
-    group = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + group // 2)
+    block = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + block)
     first, length = _sequence(begin, end, n)
-    start = (group - 2 * tl.load(block_start + n)).to(tl.int32) * BN
-    row, column = tl.arange(0, BR), tl.arange(0, BD)
-    b_w = tl.zeros((BR, BD), tl.float32)
-    if start < length:
-        seen = tl.load(count + n) + start
-        for r in tl.static_range(0, BN, BR):
-            base, left = (first + start + r) * H + h, length - start - r
-            token, real = base + row * H, row < left
+    begun = tl.load(block_start + n)
+    start = (block - begun).to(tl.int32) * BT
+    if start >= length:
+        if GRADIENTS:
+            tl.store(leans + (block * H + h) * D + tl.arange(0, BD), tl.zeros((BD,), tl.float32), tl.arange(0, BD) < D)
+        return
+    row, column = tl.arange(0, BT), tl.arange(0, BD)
+    base, left = (first + start) * H + h, length - start
+    token, real = base + row * H, row < left
+    low = (start // C) * C
+    seen = tl.load(count + n)
+    before = (seen + low).to(tl.float32)
+    b_it = 1.0 / tl.where(real, seen + start + row + 1, 1).to(tl.float32)
+    key = (h * blocks.to(tl.int64) + block) * BT
+    at = key
+    side = 0
+    STRIDE: tl.constexpr = H * D if ALIGNED else BD
+    if ALIGNED:
+        at = first + start
+        side = h * D
+    b_x = _tile(rows, at, side, STRIDE, BT, BD, BULK)
+
+    # What needs the rows in registers comes first, before there are sums to keep in them.
+    b_f = b_x.to(tl.float32)
+    b_r = tl.full((BT,), 1.0, tl.float32)
+    if NORMALIZE and not GRADIENTS:
+        b_r = tl.rsqrt(tl.sum(b_f * b_f, 1) + EPS)
+        tl.store(reciprocal + token, b_r, mask=real)
+    m = vectors + ((begun + low // BT) * H + h) * D + column
+    b_a = tl.zeros((BT,), tl.float32)
+    b_c = b_a
+    if CENTRED:
+        b_m = tl.load(vectors + ((begun + start // BT) * H + h) * D + column, mask=column < D, other=0.0)
+        b_a = tl.sum(b_f * b_m, 1)
+        b_c = tl.sum(b_f * tl.load(m, mask=column < D, other=0.0), 1)
+
+    # Rows read the keys of their own block up to themselves.
+    b_k = _tile(unit_blocks, key, 0, BD, BT, BD, BULK)
+    b_s = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION)
+    b_s = tl.where(row[:, None] >= row, b_s, 0.0)
+    if CENTRED:
+        b_a = (b_a + tl.sum(b_s, 1)) * b_it
+        tl.store(mean + token, b_a * b_r, mask=real)
+        b_s = tl.where(row[:, None] >= row, b_s - b_a[:, None], 0.0)
+    acc = tl.dot(b_s.to(b_k.dtype), b_k, input_precision=PRECISION)
+    for earlier in range(low, start, BN):
+        b_ke = _tile(unit_groups, key - start + earlier, 0, BD, BN, BD, BULK)
+        b_se = tl.dot(b_x, tl.trans(b_ke), input_precision=PRECISION) - b_a[:, None]
+        acc = tl.dot(b_se.to(b_ke.dtype), b_ke, acc, input_precision=PRECISION)
+    if CENTRED:
+        b_c = b_c / tl.maximum(before, 1.0) - b_a
+        acc += b_c[:, None] * tl.load(m, mask=column < D, other=0.0)
+    if before > 0:
+        # One accumulator: brought to the scale of x^T Sigma_0 before that is added, and back.
+        acc *= 1.0 / before
+        state = ((tl.load(chunk_start + n) + start // C) * H + h) * BD
+        for d in range(0, BD, BK):
+            b_xd = _tile(parts, at, side + d, STRIDE, BT, BK, BULK)
+            b_state = _tile(covariances, state + d, 0, BD, BK, BD, BULK)
+            acc = tl.dot(b_xd.to(b_state.dtype), b_state, acc, input_precision=PRECISION)
+        acc *= before
+    acc *= (b_it * b_r)[:, None]
+
+    # One half of the columns after the other: registers do not hold more beside all sums.
+    b_g = tl.load(gate + token, mask=real, other=0.0).to(tl.float32)
+    halves = _halves(acc, BT, BD)
+    if GRADIENTS:
+        if NORMALIZE:
             b_r = tl.load(reciprocal + token, mask=real, other=0.0)
-            b_l = tl.load(strength + token, mask=real, other=0.0).to(tl.float32)
-            b_q = _load_rows(q + base * D, left, BR, BD, H, D).to(tl.float32)
+        b_u = tl.zeros((BT,), tl.float32)
+        b_d = tl.zeros((BT,), tl.float32)
+        for half in tl.static_range(2):
+            side = half * (BD // 2)
+            b_q = _load_part(q + base * D, side, left, BT, BD // 2, H, D).to(tl.float32) * b_r[:, None]
+            b_dy = _load_part(dy + base * D, side, left, BT, BD // 2, H, D).to(tl.float32)
+            b_u += tl.sum(b_q * halves[half], 1)
+            b_d += tl.sum(b_q * b_dy, 1)
+        tl.store(d_gate + token, -b_u, mask=real)
+        b_d += b_g * b_u
+        b_w = b_g * b_it
+        if CENTRED:
+            b_l = tl.load(mean_q + token, mask=real, other=0.0) * b_w
+        for half in tl.static_range(2):
+            side = half * (BD // 2)
+            b_q = _load_part(q + base * D, side, left, BT, BD // 2, H, D).to(tl.float32) * b_r[:, None]
+            b_dq = _load_part(dy + base * D, side, left, BT, BD // 2, H, D).to(tl.float32) + b_g[:, None] * halves[half]
             if NORMALIZE:
-                b_q *= b_r[:, None]
-            b_u = _load_rows(u + base * D, left, BR, BD, H, D).to(tl.float32)
-            tl.store(d_gate + token, -tl.sum(b_q * b_u, 1), mask=real)
-            b_u = _load_rows(dy + base * D, left, BR, BD, H, D).to(tl.float32) + b_l[:, None] * b_u
-            if NORMALIZE:
-                b_u = (b_u - b_q * tl.sum(b_q * b_u, 1)[:, None]) * b_r[:, None]
-            _store_rows(dq + base * D, b_u, left, BR, BD, H, D)
-            b_l *= 1.0 / tl.where(real, seen + r + row + 1, 1).to(tl.float32)
-            b_q *= b_l[:, None]
-            _store_rows(weighted + base * D, b_q, left, BR, BD, H, D)
+                b_dq = (b_dq - b_q * b_d[:, None]) * b_r[:, None]
+            _store_part(dq + base * D, b_dq, side, left, BT, BD // 2, H, D)
+            b_q *= b_w[:, None]
+            inside = row[:, None] * BD + side + tl.arange(0, BD // 2)
+            tl.store(weighted + key * BD + inside, b_q.to(weighted.dtype.element_ty))
+            b_lean = tl.zeros((BD // 2,), tl.float32)
             if CENTRED:
-                b_a = tl.load(mean + token, mask=real, other=0.0)
-                b_b = tl.load(mean_x + token, mask=real, other=0.0)
-                b_x = _load_rows(x + base * D, left, BR, BD, H, D).to(tl.float32)
-                b_w += (b_a * b_l)[:, None] * b_x + b_b[:, None] * b_q
-    tl.store(leans + (group * H + h) * D + column, tl.sum(b_w, 0), mask=column < D)
+                b_xh = _load_part(x + base * D, side, left, BT, BD // 2, H, D).to(tl.float32)
+                b_lean = tl.sum(b_l[:, None] * b_xh + b_a[:, None] * b_q, 0)
+            which = side + tl.arange(0, BD // 2)
+            tl.store(leans + (block * H + h) * D + which, b_lean, mask=which < D)
+    else:
+        if CORRECTION:
+            _store_part(correction + base * D, acc, 0, left, BT, BD, H, D)
+        for half in tl.static_range(2):
+            side = half * (BD // 2)
+            b_y = _load_part(x + base * D, side, left, BT, BD // 2, H, D).to(tl.float32) * b_r[:, None]
+            b_y -= b_g[:, None] * halves[half]
+            _store_part(query + base * D, b_y, side, left, BT, BD // 2, H, D)
 
 
 @triton.jit
 def _add_spreads(
-    weighted, x, first, start, length, h, row, column, acc, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    weighted, x, at, x_at, side, i, j, acc, STRIDE: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    BS: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + the sum of (p q^T + q p^T) / t over the group of tokens that begins at `start`."""
-    base, left = ((first + start) * H + h) * D, length - start
-    b_q, b_x = _load_columns(weighted + base, row, left, H, D, BN), _load_columns(x + base, column, left, H, D, BN)
+    """acc + the sum of (p q^T + q p^T) / t over the group of tokens at rows `at` and `x_at`, for tile (i, j)."""
+    b_q, b_x = _tile(weighted, at, i * BS, BD, BN, BS, BULK), _tile(x, x_at, side + j * BS, STRIDE, BN, BS, BULK)
     acc = tl.dot(tl.trans(b_q), b_x, acc, input_precision=PRECISION)
-    b_q, b_x = _load_columns(weighted + base, column, left, H, D, BN), _load_columns(x + base, row, left, H, D, BN)
+    b_q, b_x = _tile(weighted, at, j * BS, BD, BN, BS, BULK), _tile(x, x_at, side + i * BS, STRIDE, BN, BS, BULK)
     return tl.dot(tl.trans(b_x), b_q, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["sequences", "per_segment"])
+@triton.jit(do_not_specialize=["sequences", "per_segment", "blocks"])
 def _scan_gradients_kernel(
     weighted,
     x,
@@ -596,19 +538,26 @@ def _scan_gradients_kernel(
     chunk_start,
     sequences,
     per_segment,
+    blocks,
     H: tl.constexpr,
     D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
     BN: tl.constexpr,
     BS: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
+    ALIGNED: tl.constexpr,
     CENTRED: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
     TOTALS_ONLY: tl.constexpr,
+    BULK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of W along one segment, from its end to its beginning; the counterpart of `_scan_moments_kernel`.
 
-    Writes W behind each chunk [chunks, H, D, D], and this tile's share of W mu [chunks, H, S, D] with mu the mean at
+    Writes W behind each chunk [chunks, H, BD, BD], and this tile's share of W mu [chunks, H, S, D] with mu the mean at
     the end of the chunk: share s of row tile i comes from column tile s.
     """
     PAIRS: tl.constexpr = S * (S + 1) // 2
@@ -619,6 +568,14 @@ def _scan_gradients_kernel(
     i, j = _upper_tile(pair, S)
     row, column = i * BS + tl.arange(0, BS), j * BS + tl.arange(0, BS)
     first, length = _sequence(begin, end, n)
+    begun = tl.load(block_start + n)
+    at = (h * blocks.to(tl.int64) + begun) * BT
+    x_at = at
+    side = 0
+    STRIDE: tl.constexpr = H * D if ALIGNED else BD
+    if ALIGNED:
+        x_at = first
+        side = h * D
     chunks = tl.cdiv(length, C)
     low = segment * per_segment
     high = tl.minimum(low + per_segment, chunks)
@@ -627,30 +584,33 @@ def _scan_gradients_kernel(
     if TOTALS_ONLY:
         acc = tl.zeros((BS, BS), tl.float32)
         for t in range(low * C, tl.minimum(high * C, length), BN):
-            acc = _add_spreads(weighted, x, first, t, length, h, row, column, acc, H, D, BN, PRECISION)
+            acc = _add_spreads(weighted, x, at + t, x_at + t, side, i, j, acc, STRIDE, BD, BN, BS, BULK, PRECISION)
         where = segment.to(tl.int64) * sequences * H * PAIRS + tile
         tl.store(totals + where * BS * BS + inside_tile, acc)
     else:
-        square = row[:, None] * D + column
-        mirrored = column[None, :] * D + row[:, None]
+        state = (n * H + h) * D * D
+        square = state + row[:, None] * D + column
         fits = (row < D)[:, None] & (column < D)
-        acc = tl.load(initial + (n * H + h) * D * D + square, mask=fits, other=0.0)
+        acc = tl.zeros((BS, BS), tl.float32)
+        if INITIAL:
+            acc = tl.load(initial + square, mask=fits, other=0.0)
         for later in range(segment + 1, tl.cdiv(chunks, per_segment)):
             where = tl.cast(later, tl.int64) * sequences * H * PAIRS + tile
             acc += tl.load(totals + where * BS * BS + inside_tile)
         seen = tl.load(count + n)
-        group, chunk = 2 * tl.load(block_start + n), tl.load(chunk_start + n)
+        chunk = tl.load(chunk_start + n)
         groups = tl.cdiv(tl.minimum(high * C, length), BN)
         for done in range(0, groups - low * (C // BN)):
             g = groups - 1 - done
             if ((g + 1) % (C // BN) == 0) | (done == 0):
                 c = g // (C // BN)
-                state = spreads + ((chunk + c) * H + h) * D * D
-                tl.store(state + square, acc.to(spreads.dtype.element_ty), mask=fits)
+                here = spreads + ((chunk + c) * H + h) * BD * BD
+                b_w = acc.to(spreads.dtype.element_ty)
+                tl.store(here + row[:, None] * BD + column, b_w)
                 if i != j:
-                    tl.store(state + mirrored, acc.to(spreads.dtype.element_ty), mask=fits)
+                    tl.store(here + column[:, None] * BD + row, tl.trans(b_w))
                 if CENTRED:
-                    m = vectors + ((group + (c + 1) * (C // BN)) * H + h) * D
+                    m = vectors + ((begun + (c + 1) * (C // BT)) * H + h) * D
                     if c == chunks - 1:
                         m = last_vector + (n * H + h) * D
                     b_t = 1.0 / (seen + tl.minimum((c + 1) * C, length)).to(tl.float32)
@@ -660,24 +620,27 @@ def _scan_gradients_kernel(
                     tl.store(share + j * D + row, tl.sum(acc * b_mj, 1), mask=row < D)
                     if i != j:
                         tl.store(share + i * D + column, tl.sum(acc * b_mi[:, None], 0), mask=column < D)
-            acc = _add_spreads(weighted, x, first, g * BN, length, h, row, column, acc, H, D, BN, PRECISION)
-        if segment == 0:
-            state = final + (n * H + h) * D * D
-            tl.store(state + square, acc, mask=fits)
-            if i != j:
-                tl.store(state + mirrored, acc, mask=fits)
+            t = g * BN
+            acc = _add_spreads(weighted, x, at + t, x_at + t, side, i, j, acc, STRIDE, BD, BN, BS, BULK, PRECISION)
+        if FINAL:  # noqa: SIM102 - known when compiled, the other is not
+            if segment == 0:
+                tl.store(final + square, acc, mask=fits)
+                if i != j:
+                    tl.store(final + state + column[None, :] * D + row[:, None], acc, mask=fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _key_gradients_kernel(
+    unit_blocks,
+    unit_parts,
+    x_groups,
+    weighted_groups,
+    spreads,
     unit,
-    x,
-    weighted,
     strength,
     reciprocal,
     vectors,
     last_vector,
-    spreads,
     means,
     leans,
     count,
@@ -689,6 +652,7 @@ def _key_gradients_kernel(
     owner,
     block_start,
     chunk_start,
+    blocks,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
@@ -697,147 +661,182 @@ def _key_gradients_kernel(
     BN: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
+    ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
+    BULK: tl.constexpr,
     PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
 ):
-    """dk of BT keys. `leans` holds w behind each group."""
-    PARTS: tl.constexpr = 2 * BN // BT
+    """dk of one block. `leans` holds w behind each block."""
     h = tl.program_id(0) % H
-    part = tl.program_id(0).to(tl.int64) // H
-    n = tl.load(owner + part // PARTS)
+    block = tl.program_id(0).to(tl.int64) // H
+    n = tl.load(owner + block)
     first, length = _sequence(begin, end, n)
     begun = tl.load(block_start + n)
-    start = (part - PARTS * begun).to(tl.int32) * BT
-    if start < length:
-        c = start // C
-        chunk = tl.load(chunk_start + n) + c
-        stop = tl.minimum((c + 1) * C, length)
-        base, left = (first + start) * H + h, length - start
-        row, reader_row, column = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BD)
-        seen = tl.load(count + n)
+    start = (block - begun).to(tl.int32) * BT
+    if start >= length:
+        return
+    c = start // C
+    chunk = tl.load(chunk_start + n) + c
+    stop = tl.minimum((c + 1) * C, length)
+    base, left = (first + start) * H + h, length - start
+    row, reader_row, column = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BD)
+    seen = tl.load(count + n)
+    key = (h * blocks.to(tl.int64) + block) * BT
+    at = key
+    side = 0
+    STRIDE: tl.constexpr = H * D if ALIGNED else BD
+    if ALIGNED:
+        at = first + start
+        side = h * D
 
-        behind = 2 * begun + (c + 1) * (C // BN)
-        m = vectors + (behind * H + h) * D
-        w = leans + ((2 * begun + tl.cdiv(stop, BN) - 1) * H + h) * D
-        if stop == length:
-            m = last_vector + (n * H + h) * D
-        b_t = 1.0 / (seen + stop).to(tl.float32)
-        acc = tl.zeros((BT, BD), tl.float32)
-        for d in range(0, D, BK):
-            b_kd = _load_part(unit + base * D, d, left, BT, BK, H, D)
-            if CENTRED:
-                slice = d + tl.arange(0, BK)
-                b_kd = b_kd.to(tl.float32) - tl.load(m + slice, mask=slice < D, other=0.0) * b_t
-            b_w = _load_state(spreads + (chunk * H + h) * D * D, d, 0, BK, BD, D)
-            acc = tl.dot(b_kd.to(b_w.dtype), b_w, acc, input_precision=STATE_PRECISION)
-        b_v = -tl.load(w + column, mask=column < D, other=0.0)
+    m = vectors + ((begun + (c + 1) * (C // BT)) * H + h) * D
+    w = leans + ((begun + tl.cdiv(stop, BT) - 1) * H + h) * D
+    if stop == length:
+        m = last_vector + (n * H + h) * D
+    b_t = 1.0 / (seen + stop).to(tl.float32)
+    acc = tl.zeros((BT, BD), tl.float32)
+    for d in range(0, BD, BK):
+        b_kd = _tile(unit_parts, key, d, BD, BT, BK, BULK)
         if CENTRED:
-            for s in range(0, S):
-                b_v += tl.load(means + ((chunk * H + h) * S + s) * D + column, mask=column < D, other=0.0)
-        acc += b_v
+            slice = d + tl.arange(0, BK)
+            b_kd = b_kd.to(tl.float32) - tl.load(m + slice, mask=slice < D, other=0.0) * b_t
+        b_w = _tile(spreads, (chunk * H + h) * BD + d, 0, BD, BK, BD, BULK)
+        acc = tl.dot(b_kd.to(b_w.dtype), b_w, acc, input_precision=PRECISION)
+    b_v = -tl.load(w + column, mask=column < D, other=0.0)
+    if CENTRED:
+        for s in range(0, S):
+            b_v += tl.load(means + ((chunk * H + h) * S + s) * D + column, mask=column < D, other=0.0)
+    acc += b_v
 
-        b_k = _load_rows(unit + base * D, left, BT, BD, H, D)
-        for reader in range(start, stop, BN):
-            at, rest = (first + reader) * H + h, length - reader
-            there, source = reader_row < rest, at + reader_row * H
-            b_x = _load_rows(x + at * D, rest, BN, BD, H, D)
-            b_q = _load_rows(weighted + at * D, rest, BN, BD, H, D)
-            b_l = tl.load(strength + source, mask=there, other=0.0).to(tl.float32)
-            b_l *= 1.0 / tl.where(there, seen + reader + reader_row + 1, 1).to(tl.float32)
-            reads = row[:, None] <= reader - start + reader_row
-            # `weighted` carries the factor strength / t, which both products need once.
+    b_k = _tile(unit_blocks, key, 0, BD, BT, BD, BULK)
+    for reader in range(start, stop, BN):
+        source, there = (first + reader + reader_row) * H + h, reader + reader_row < length
+        b_x = _tile(x_groups, at - start + reader, side, STRIDE, BN, BD, BULK)
+        b_q = _tile(weighted_groups, key - start + reader, 0, BD, BN, BD, BULK)
+        b_l = tl.load(strength + source, mask=there, other=0.0).to(tl.float32)
+        b_l *= 1.0 / tl.where(there, seen + reader + reader_row + 1, 1).to(tl.float32)
+        reads = row[:, None] <= reader - start + reader_row
+        # `weighted` carries the factor strength / t, which both products need once.
+        if PRECISION == "ieee":
+            # float32 units add one product after another: sums of BK lose less than one of BD. The compiler would join
+            # them again without the mask.
+            b_s = tl.zeros((BT, BN), tl.float32)
+            b_z = b_s
+            for part in tl.static_range(0, BD, BK):
+                b_kp = _tile(unit_parts, key, part, BD, BT, BK, BULK)
+                b_qp = _tile(weighted_groups, key - start + reader, part, BD, BN, BK, BULK)
+                b_xp = _tile(x_groups, at - start + reader, side + part, STRIDE, BN, BK, BULK)
+                b_s += tl.where(reads, tl.dot(b_kp, tl.trans(b_qp), input_precision=PRECISION), 0.0)
+                b_z += tl.where(reads, tl.dot(b_kp, tl.trans(b_xp), input_precision=PRECISION), 0.0)
+        else:
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
             b_z = tl.dot(b_k, tl.trans(b_x), input_precision=PRECISION)
-            if CENTRED:
-                b_s -= tl.load(mean + source, mask=there, other=0.0) * b_l
-                b_z -= tl.load(mean_x + source, mask=there, other=0.0)
-            b_s = tl.where(reads, b_s, 0.0)
-            b_z = tl.where(reads, b_z, 0.0)
-            acc = tl.dot(b_s.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
-            acc = tl.dot(b_z.to(b_q.dtype), b_q, acc, input_precision=PRECISION)
+        if CENTRED:
+            b_s -= tl.load(mean + source, mask=there, other=0.0) * b_l
+            b_z -= tl.load(mean_x + source, mask=there, other=0.0)
+        b_s = tl.where(reads, b_s, 0.0)
+        b_z = tl.where(reads, b_z, 0.0)
+        acc = tl.dot(b_s.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
+        acc = tl.dot(b_z.to(b_q.dtype), b_q, acc, input_precision=PRECISION)
+    # One half of the columns after the other, as above.
+    halves = _halves(acc, BT, BD)
+    b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
+    b_d = tl.zeros((BT,), tl.float32)
+    inside = unit + key * BD + row[:, None] * BD + tl.arange(0, BD // 2)
+    if NORMALIZE:
+        for half in tl.static_range(2):
+            b_d += tl.sum(tl.load(inside + half * (BD // 2)).to(tl.float32) * halves[half], 1)
+    for half in tl.static_range(2):
+        side = half * (BD // 2)
+        b_dk = halves[half]
         if NORMALIZE:
-            b_u = _load_rows(unit + base * D, left, BT, BD, H, D).to(tl.float32)
-            b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
-            acc = (acc - b_u * tl.sum(b_u * acc, 1)[:, None]) * b_r[:, None]
-        _store_rows(dk + base * D, acc, left, BT, BD, H, D)
+            b_dk = (b_dk - tl.load(inside + side).to(tl.float32) * b_d[:, None]) * b_r[:, None]
+        _store_part(dk + base * D, b_dk, side, left, BT, BD // 2, H, D)
 
 
 _HALF = Configuration(
-    group=64,
+    block=64,
+    group=32,
     chunk=256,
     tile=64,
     part=64,
+    scan_group=64,
     scan_warps=4,
     scan_stages=3,
-    read_rows=128,
-    read_columns=256,
-    read_warps=8,
+    read_warps=4,
     read_stages=2,
     row_rows=16,
     row_warps=4,
-    gradient_rows=128,
-    gradient_warps=8,
+    row_stages=3,
+    scan_registers=128,
+    gradient_warps=4,
     gradient_stages=2,
+    bulk=True,
 )
 _FLOAT = Configuration(
+    block=32,
     group=32,
     chunk=128,
     tile=32,
     part=32,
+    scan_group=32,
     scan_warps=4,
     scan_stages=1,
-    read_rows=32,
-    read_columns=256,
     read_warps=8,
     read_stages=1,
     row_rows=16,
     row_warps=4,
-    gradient_rows=32,
+    row_stages=3,
+    scan_registers=None,
     gradient_warps=8,
     gradient_stages=1,
+    bulk=False,
 )
 _SMALL_HALF = Configuration(
+    block=32,
     group=32,
     chunk=128,
     tile=64,
     part=32,
+    scan_group=32,
     scan_warps=4,
     scan_stages=2,
-    read_rows=64,
-    read_columns=128,
     read_warps=4,
     read_stages=1,
     row_rows=16,
     row_warps=4,
-    gradient_rows=32,
+    row_stages=3,
+    scan_registers=None,
     gradient_warps=4,
     gradient_stages=1,
+    bulk=False,
 )
 _SMALL_FLOAT = Configuration(
+    block=16,
     group=16,
     chunk=64,
     tile=32,
     part=16,
+    scan_group=16,
     scan_warps=4,
     scan_stages=1,
-    read_rows=16,
-    read_columns=128,
     read_warps=4,
     read_stages=1,
     row_rows=16,
     row_warps=4,
-    gradient_rows=16,
+    row_stages=3,
+    scan_registers=None,
     gradient_warps=4,
     gradient_stages=1,
+    bulk=False,
 )
 
 TABLE: dict[tuple[int, int] | None, tuple[Configuration, Configuration]] = {
     (9, 0): (_HALF, _FLOAT),
     # Not measured: compiled for these targets and fitted to their shared memory.
     (10, 0): (_HALF, _FLOAT),
-    (8, 0): (_HALF._replace(read_rows=64, gradient_rows=64, gradient_stages=1), _FLOAT),
+    (8, 0): (_HALF._replace(bulk=False), _FLOAT),
     (8, 9): (_SMALL_HALF, _SMALL_FLOAT),
     None: (_SMALL_HALF, _SMALL_FLOAT),
 }
@@ -851,14 +850,12 @@ def configuration(dtype: torch.dtype, size: int, device: torch.device) -> Config
     width = max(16, triton.next_power_of_2(size))
     if width > 128:
         return chosen
-    fits = chosen._replace(
-        tile=min(chosen.tile, width), part=min(chosen.part, width), read_columns=min(chosen.read_columns, width)
-    )
+    fits = chosen._replace(tile=min(chosen.tile, width), part=min(chosen.part, width))
     # Half the columns need no more than half the warps.
     return fits if width > 64 else fits._replace(read_warps=4, gradient_warps=4)
 
 
-def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int) -> Plan:
+def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int, full: bool) -> Plan:
     """The plan for sequences with at most `lengths` tokens each."""
     device = begin.device
     blocks = torch.tensor([-(-length // block) for length in lengths], dtype=torch.int64)
@@ -874,6 +871,7 @@ def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int) 
         chunk_start.to(device),
         int(chunk_start[-1]),
         int(chunks.max()) if lengths else 0,
+        full,
     )
 
 
@@ -881,7 +879,7 @@ def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int) 
 def _rows_plan(rows: int, tokens: int, block: int, chunk: int, device: torch.device) -> Plan:
     """Dense rows; kept, so that a step of training builds no tables."""
     begin = torch.arange(rows, dtype=torch.int64, device=device) * tokens
-    return cut(begin, begin + tokens, [tokens] * rows, block, chunk)
+    return cut(begin, begin + tokens, [tokens] * rows, block, chunk, tokens % block == 0)
 
 
 def make_plan(
@@ -897,12 +895,12 @@ def make_plan(
         edges = torch.tensor(boundaries, dtype=torch.int64)
         bounds = edges.to(device)
         # A copy begins at an aligned address; another alignment would be another variant of every kernel.
-        return cut(bounds[:-1], bounds[1:].clone(), edges.diff().tolist(), 2 * config.group, config.chunk)
-    plan = _rows_plan(rows, tokens, 2 * config.group, config.chunk, device)
+        return cut(bounds[:-1], bounds[1:].clone(), edges.diff().tolist(), config.block, config.chunk, False)
+    plan = _rows_plan(rows, tokens, config.block, config.chunk, device)
     if mask is None or tokens == 0:
         return plan
     begin = plan.begin + mask.to(torch.int64).argmax(1)
-    return plan._replace(begin=begin, end=begin + mask.sum(1))
+    return plan._replace(begin=begin, end=begin + mask.sum(1), full=False)
 
 
 class Forward(NamedTuple):
@@ -913,9 +911,9 @@ class Forward(NamedTuple):
     second_moment: Tensor
     total: Tensor
     reciprocal: Tensor
-    """[B, T, H] float32, one over the lengths of the queries; ones without normalisation."""
+    """[B, T, H] float32, one over the lengths of the queries; unset without normalisation."""
     vectors: Tensor
-    """[groups, H, D] float32, m before each group of keys."""
+    """[blocks, H, D] float32, m before each block of keys."""
     mean: Tensor
     """[B, T, H] float32, the mean scores a."""
 
@@ -928,24 +926,36 @@ class Gradients(NamedTuple):
     total: Tensor
 
 
+class Rows(NamedTuple):
+    """Rows that products load whole: a matrix whose rows are tokens."""
+
+    matrix: Tensor
+    """[H * blocks * BT, BD], or [B * T, H * D] where the rows as they are will do."""
+    aligned: bool
+    """Which of the two."""
+
+
 class Launcher:
     """The kernels for one shape of input, with their constants filled in."""
 
     def __init__(self, q: Tensor, plan: Plan, config: Configuration, normalize: bool, centred: bool) -> None:
         self.rows, self.tokens, self.heads, self.size = q.shape
-        self.device = q.device
+        self.device, self.dtype = q.device, q.dtype
         self.plan, self.config = plan, config
         self.sequences, self.blocks = plan.begin.shape[0], plan.owner.shape[0]
         self.normalize, self.centred = normalize, centred
-        self.tiles = triton.cdiv(self.size, config.tile)
+        self.width = max(16, triton.next_power_of_2(self.size))
+        self.tiles = self.width // config.tile
         self.pairs = self.tiles * (self.tiles + 1) // 2
         # bf16 keeps states in bf16. float16 has not the range for gradients: float32 states, read as tf32, whose
         # mantissa is that of float16.
         self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        self.common = {"H": self.heads, "D": self.size, "BN": config.group}
-        self.wide = {"BD": max(16, triton.next_power_of_2(self.size)), "BK": config.part, "C": config.chunk}
-        self.state_precision = {"PRECISION": self.precision, "STATE_PRECISION": self.precision}
+        self.shape = {"H": self.heads, "D": self.size, "BD": self.width, "BT": config.block}
+        common = {"C": config.chunk, "CENTRED": centred, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+        # A descriptor must not be empty.
+        self.bulk = config.bulk and self.blocks > 0
+        self.grouped = common | {"BN": config.group, "BULK": self.bulk}
+        self.scanned = common | {"BN": config.scan_group}
         # One program a tile and segment: long sequences are split until the card is full.
         programs = self.sequences * self.heads * self.pairs
         wanted = max(1, min(8, 256 // max(programs, 1)))
@@ -955,21 +965,41 @@ class Launcher:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def unit_keys(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised keys, their reciprocal lengths, and the sum of each group."""
-        unit = torch.empty_like(k)
-        reciprocal = self.empty(self.rows, self.tokens, self.heads)
-        sums = self.empty(2 * self.blocks, self.heads, self.size)
+    def empty_blocks(self) -> Tensor:
+        return self.empty(self.heads * self.blocks * self.config.block, self.width, dtype=self.dtype)
+
+    def tiles_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
+        """`matrix` as a kernel's source of tiles [rows, columns]."""
+        return TensorDescriptor.from_tensor(matrix, [rows, columns]) if self.bulk else matrix
+
+    def sequences_of_blocks(self) -> tuple[Tensor, ...]:
         plan = self.plan
-        _unit_keys_kernel[(2 * self.blocks * self.heads,)](
-            k, unit, reciprocal, sums, plan.begin, plan.end, plan.owner, plan.block_start,
-            **self.common, BD=self.wide["BD"], BR=self.config.row_rows, NORMALIZE=self.normalize, EPS=NORM_EPSILON,
-            num_warps=self.config.row_warps,
+        return plan.begin, plan.end, plan.owner, plan.block_start
+
+    def _to_blocks(self, x: Tensor, normalize: bool, reciprocal: Tensor, sums: Tensor | None) -> Tensor:
+        blocked = self.empty_blocks()
+        # A pointer that a kernel does not use must still be one.
+        _to_blocks_kernel[(self.blocks * self.heads,)](
+            x, blocked, reciprocal, reciprocal if sums is None else sums, *self.sequences_of_blocks(), self.blocks,
+            **self.shape, BR=self.config.row_rows, STAGES=self.config.row_stages, NORMALIZE=normalize,
+            SUMS=sums is not None, EPS=NORM_EPSILON, num_warps=self.config.row_warps,
         )  # fmt: skip
-        return unit, reciprocal, sums
+        return blocked
+
+    def to_rows(self, x: Tensor) -> Rows:
+        """The rows of x [B, T, H, D], copied where they do not lie as products need them."""
+        if self.plan.full and self.size == self.width and x.data_ptr() % 16 == 0:
+            return Rows(x.view(self.rows * self.tokens, self.heads * self.size), True)
+        return Rows(self._to_blocks(x, False, self.plan.begin, None), False)
+
+    def unit_keys(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised keys in blocks, their reciprocal lengths, and the sum of each block."""
+        reciprocal = self.empty(self.rows, self.tokens, self.heads)
+        sums = self.empty(self.blocks, self.heads, self.size)
+        return self._to_blocks(k, self.normalize, reciprocal, sums), reciprocal, sums
 
     def scan_vectors(self, sums: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-        """Turns block sums into sums before (behind) each block, in place, and returns the last."""
+        """Turns the sums of blocks into sums before (behind) each block, in place, and returns the last."""
         final = torch.empty_like(initial)
         width = 32
         grid = (self.sequences * self.heads, triton.cdiv(self.size, width))
@@ -980,61 +1010,60 @@ class Launcher:
         return final
 
     def _scan(
-        self, kernel: Any, before: tuple[Any, ...], states: tuple[Any, ...], initial: Tensor, count: Tensor
-    ) -> Tensor:
-        """Run a scan of tiles: totals of the segments first where there is more than one."""
+        self, kernel: Any, before: tuple[Any, ...], states: tuple[Any, ...], initial: Tensor | None, count: Tensor,
+        last: bool, **constants: bool,
+    ) -> Tensor:  # fmt: skip
+        """Run a scan of tiles: totals of the segments first where there is more than one. Returns the `last` state."""
         plan, config = self.plan, self.config
-        final = torch.empty_like(initial)
+        final = self.empty(self.sequences, self.heads, self.size, self.size) if last else self.empty(0)
         totals = self.empty(
             self.segments if self.segments > 1 else 0, self.sequences * self.heads * self.pairs, config.tile**2
         )
         grid = (self.sequences * self.heads * self.pairs, self.segments)
         for totals_only in (True, False) if self.segments > 1 else (False,):
             kernel[grid](
-                *before, *states, totals, initial, count, final,
+                *before, *states, totals, totals if initial is None else initial, count, final,
                 plan.begin, plan.end, plan.block_start, plan.chunk_start, self.sequences, self.per_segment,
-                **self.common, BS=config.tile, S=self.tiles, C=config.chunk,
-                CENTRED=self.centred, TOTALS_ONLY=totals_only, PRECISION=self.precision,
-                num_warps=config.scan_warps, num_stages=config.scan_stages,
+                self.blocks, **self.shape, **self.scanned, **constants, BS=config.tile, S=self.tiles,
+                INITIAL=initial is not None, FINAL=last, TOTALS_ONLY=totals_only,
+                num_warps=config.scan_warps, num_stages=config.scan_stages, maxnreg=config.scan_registers,
             )  # fmt: skip
         return final
 
-    def moments(self, unit: Tensor, vectors: Tensor, initial: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The covariance before each chunk, and M behind each sequence."""
-        covariances = self.empty(self.plan.chunks, self.heads, self.size, self.size, dtype=self.state_dtype)
-        final = self._scan(_scan_moments_kernel, (unit, vectors), (covariances,), initial, count)
-        return covariances, final
+    def states(self) -> Tensor:
+        """One state for each chunk and head, its rows below one another."""
+        return self.empty(self.plan.chunks * self.heads * self.width, self.width, dtype=self.state_dtype)
+
+    def moments(
+        self, unit: Tensor, vectors: Tensor, initial: Tensor, count: Tensor, last: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The covariance before each chunk, and (`last`) M behind each sequence."""
+        covariances = self.states()
+        return covariances, self._scan(_scan_moments_kernel, (unit, vectors), (covariances,), initial, count, last)
 
     def covariance_times(
-        self, x: Tensor, unit: Tensor, vectors: Tensor, covariances: Tensor, count: Tensor, *, gate: Tensor | None,
-        query: Tensor | None, correction: Tensor | None, normalize: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Fills `query` and `correction` where given. Returns the mean scores and the reciprocal lengths of x."""
-        plan, config = self.plan, self.config
-        reciprocal, at_block, at_chunk, mean = (self.empty(self.rows, self.tokens, self.heads) for _ in range(4))
-        bounds = (plan.begin, plan.end, plan.owner, plan.block_start)
-        _row_scalars_kernel[(2 * self.blocks * self.heads,)](
-            x, vectors, reciprocal, at_block, at_chunk, *bounds, **self.common, BD=self.wide["BD"], C=config.chunk,
-            BT=config.read_rows, BR=config.row_rows, NORMALIZE=normalize, CENTRED=self.centred, EPS=NORM_EPSILON,
-            num_warps=config.row_warps,
-        )  # fmt: skip
+        self, x: Tensor, unit: Tensor, vectors: Tensor, covariances: Tensor, count: Tensor, gate: Tensor,
+        reciprocal: Tensor, *, query: Tensor | None = None, correction: Tensor | None = None,
+        gradients: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Rows, Tensor]:  # fmt: skip
+        """Sigma x, and what is made of it: `query` and `correction`, or the `gradients` from q to `leans`. Returns the
+        rows of x and their mean scores.
+        """
+        config, rows = self.config, self.to_rows(x)
+        mean = self.empty(self.rows, self.tokens, self.heads)
         # A pointer that a kernel does not use must still be one.
-        _covariance_kernel[(self.parts(config.read_rows) * triton.cdiv(self.size, config.read_columns),)](
-            x, unit, reciprocal if gate is None else gate, reciprocal, at_block, at_chunk, vectors, covariances, count,
-            x if query is None else query, x if correction is None else correction, mean, *bounds, plan.chunk_start,
-            **self.common, **self.wide, BO=config.read_columns, BT=config.read_rows, CENTRED=self.centred,
-            QUERY=query is not None, CORRECTION=correction is not None, **self.state_precision,
+        _covariance_kernel[(self.blocks * self.heads,)](
+            self.tiles_of(rows.matrix, config.block, self.width), self.tiles_of(rows.matrix, config.block, config.part),
+            self.tiles_of(unit, config.block, self.width), self.tiles_of(unit, config.group, self.width),
+            self.tiles_of(covariances, config.part, self.width), x, gate, vectors, count,
+            x if query is None else query, mean if correction is None else correction, mean, reciprocal,
+            *(gradients or (x, x, mean, x, mean, x, mean)),
+            *self.sequences_of_blocks(), self.plan.chunk_start, self.blocks, **self.shape, **self.grouped,
+            BK=config.part, ALIGNED=rows.aligned, NORMALIZE=self.normalize, GRADIENTS=gradients is not None,
+            CORRECTION=correction is not None, EPS=NORM_EPSILON,
             num_warps=config.read_warps, num_stages=config.read_stages,
         )  # fmt: skip
-        return mean, reciprocal
-
-    def parts(self, rows: int) -> int:
-        """Programs of a kernel that treats `rows` rows of one head."""
-        return self.blocks * (2 * self.config.group // rows) * self.heads
-
-    def tables(self) -> tuple[Tensor, ...]:
-        plan = self.plan
-        return plan.begin, plan.end, plan.owner, plan.block_start, plan.chunk_start
+        return rows, mean
 
 
 def forward(
@@ -1045,21 +1074,25 @@ def forward(
     launch = Launcher(q, plan, config, normalize, centred)
     unit, _, vectors = launch.unit_keys(k)
     last = launch.scan_vectors(vectors, total, reverse=False)
-    covariances, moment = launch.moments(unit, vectors, second_moment, count)
+    covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
     query = torch.empty_like(q)
     correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
-    mean, reciprocal = launch.covariance_times(
-        q, unit, vectors, covariances, count, gate=gate, query=query, correction=correction, normalize=normalize
+    reciprocal = torch.empty_like(gate, dtype=torch.float32)
+    _, mean = launch.covariance_times(
+        q, unit, vectors, covariances, count, gate, reciprocal, query=query, correction=correction
     )
     return Forward(query, correction, moment, last, reciprocal, vectors, mean)
 
 
 def backward(
-    q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor, d_total: Tensor,
+    q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor,
     result: Forward,
     second_moment: Tensor, count: Tensor, plan: Plan, config: Configuration, *, normalize: bool, centred: bool,
+    state_gradients: bool,
 ) -> Gradients:  # fmt: skip
-    """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it."""
+    """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it, and the gradients
+    of the states are empty without `state_gradients`.
+    """
     launch = Launcher(q, plan, config, normalize, centred)
     x, strength, d_gate = dy, -gate.float(), torch.empty_like(result.reciprocal)
     correction = torch.empty(0) if result.correction is None else result.correction
@@ -1067,35 +1100,32 @@ def backward(
         x = (dr + strength.unsqueeze(-1) * dy).to(q.dtype)
         strength = torch.ones_like(strength)
     unit, key_reciprocal, _ = launch.unit_keys(k)
-    covariances, _ = launch.moments(unit, result.vectors, second_moment, count)
-    dq, dk, weighted = torch.empty_like(q), torch.empty_like(k), torch.empty_like(q)
-    mean_x, _ = launch.covariance_times(
-        x, unit, result.vectors, covariances, count, gate=None, query=None, correction=weighted, normalize=False
-    )
+    covariances, _ = launch.moments(unit, result.vectors, second_moment, count, last=False)
+    dq, dk, weighted = torch.empty_like(q), torch.empty_like(k), launch.empty_blocks()
     leans = torch.empty_like(result.vectors)
-    # `weighted` holds Sigma x until the kernel that reads it writes over it, row by row.
-    _query_gradients_kernel[(2 * launch.blocks * launch.heads,)](
-        q, x, dy, weighted, strength, result.reciprocal, count, result.mean, mean_x, dq, d_gate, weighted, leans,
-        plan.begin, plan.end, plan.owner, plan.block_start, **launch.common, BD=launch.wide["BD"],
-        BR=config.row_rows, NORMALIZE=normalize, CENTRED=centred, num_warps=config.row_warps,
+    rows, mean_x = launch.covariance_times(
+        x, unit, result.vectors, covariances, count, strength, result.reciprocal,
+        gradients=(q, dy, result.mean, dq, d_gate, weighted, leans),
     )  # fmt: skip
     del covariances
     if dr is not None:
         d_gate = -(dy.float() * correction).sum(-1)
     first_lean = launch.scan_vectors(leans, -d_total, reverse=True)
-    spreads = launch.empty(plan.chunks, launch.heads, launch.size, launch.size, dtype=launch.state_dtype)
+    spreads = launch.states()
     means = launch.empty(plan.chunks, launch.heads, launch.tiles, launch.size)
+    tiles = [launch.tiles_of(matrix, config.scan_group, config.tile) for matrix in (weighted, rows.matrix)]
     first_spread = launch._scan(
-        _scan_gradients_kernel,
-        (weighted, x, result.vectors, result.total),
-        (spreads, means),
-        d_moment + d_moment.mT,
-        count,
-    )
-    _key_gradients_kernel[(launch.parts(config.gradient_rows),)](
-        unit, x, weighted, strength, key_reciprocal, result.vectors, result.total, spreads, means, leans, count,
-        result.mean, mean_x, dk, *launch.tables(), **launch.common, **launch.wide, BT=config.gradient_rows,
-        S=launch.tiles, NORMALIZE=normalize, CENTRED=centred, **launch.state_precision,
+        _scan_gradients_kernel, (*tiles, result.vectors, result.total), (spreads, means),
+        None if d_moment is None else d_moment + d_moment.mT, count,
+        last=state_gradients, ALIGNED=rows.aligned, BULK=launch.bulk,
+    )  # fmt: skip
+    _key_gradients_kernel[(launch.blocks * launch.heads,)](
+        launch.tiles_of(unit, config.block, launch.width), launch.tiles_of(unit, config.block, config.part),
+        launch.tiles_of(rows.matrix, config.group, launch.width), launch.tiles_of(weighted, config.group, launch.width),
+        launch.tiles_of(spreads, config.part, launch.width),
+        unit, strength, key_reciprocal, result.vectors, result.total, means, leans, count, result.mean, mean_x, dk,
+        *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
+        BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=normalize,
         num_warps=config.gradient_warps, num_stages=config.gradient_stages,
     )  # fmt: skip
-    return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean)
+    return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
