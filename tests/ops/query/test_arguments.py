@@ -97,6 +97,12 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"statistics": STATISTICS._replace(count=STATISTICS.count[:1])},
     ),
     "statistics are a tuple": (TypeError, "must be a KeyStatistics", {"statistics": tuple(STATISTICS)}),
+    "another dtype of the query": (
+        ValueError,
+        "query_dtype must be float32 for float32 input, got float16",
+        {"query_dtype": torch.float16},
+    ),
+    "dtype of the query by name": (ValueError, "query_dtype must be .*, got 'float32'", {"query_dtype": "float32"}),
     "unknown backend": (
         ValueError,
         "backend must be one of auto, reference, torch, triton; got 'cuda'",

@@ -444,3 +444,18 @@ def test_compiles_without_a_break_and_agrees() -> None:
         results.append((query, correction, *torch.autograd.grad(query.square().sum() + correction.sum(), inputs)))
     for name, eager, compiled in zip(("query", "correction", "d_q", "d_k", "d_gate"), *results, strict=True):
         assert_close(name, compiled, eager, 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_the_query_can_come_back_in_float32(backend: str, tokens: int) -> None:
+    case = make_case(2, tokens, 2, 16)
+    low, exact = case.to(torch.bfloat16), case.to(torch.bfloat16).to(torch.float64)
+    expected = curvature_conditioned_query(*exact[:3], statistics=exact.statistics, backend="reference").query
+    leaves = [x.requires_grad_() for x in low[:3]]
+    query = curvature_conditioned_query(
+        *leaves, statistics=low.statistics, query_dtype=torch.float32, backend=backend
+    ).query
+    assert query.dtype == torch.float32
+    assert_close("query", query, expected, 3e-6)
+    assert all(x.dtype == torch.bfloat16 for x in torch.autograd.grad(query.sum(), leaves))

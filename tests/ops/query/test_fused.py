@@ -264,6 +264,25 @@ def test_float16_errs_at_most_twice_the_yardstick(kind: str) -> None:
         assert error <= 2 * yard, f"{name}: {error:.2e} against {yard:.2e}"
 
 
+def test_the_query_can_come_back_in_float32() -> None:
+    case = make_case(2, 40, 1, 16).to(torch.float16)
+    mask = torch.arange(40).expand(2, 40) < torch.tensor([[40], [33]])
+    leaves = [x.to(DEVICE).requires_grad_() for x in case[:3]]
+    statistics = KeyStatistics(*(x.to(DEVICE) for x in case.statistics))
+    given = {"statistics": statistics, "mask": mask.to(DEVICE), "query_dtype": torch.float32}
+    query = curvature_conditioned_query(*leaves, backend="triton", **given).query
+    assert query.dtype == torch.float32
+    exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    statistics = KeyStatistics(*(x.double() if x.is_floating_point() else x for x in case.statistics))
+    expected = curvature_conditioned_query(*exact, statistics=statistics, mask=mask, backend="reference").query
+    # Rounding the query itself to float16 would cost 2e-4.
+    assert_close("query", query.cpu(), expected, 1e-5)
+    random = torch.randn(query.shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.autograd.grad(query, leaves, random.to(DEVICE))
+    for name, found, right in zip("qkg", gradients, torch.autograd.grad(expected, exact, random.double()), strict=True):
+        assert_close(f"d_{name}", found.cpu(), right, 2e-3)
+
+
 def test_autocast_around_the_call_rounds_nothing() -> None:
     case = make_case(1, 35, 1, 16).to(torch.float32)
     plain = run(case, backend="triton", device=DEVICE)
@@ -324,7 +343,10 @@ def operator_inputs(tokens: int, *, sequences: int = 1, gradient: bool = False) 
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operator_keeps_its_promises(correction: bool) -> None:
     library.opcheck(
-        fused.read_step, (*operator_inputs(17, gradient=True), None, None, True, True, correction), atol=1e-6, rtol=1e-6
+        fused.read_step,
+        (*operator_inputs(17, gradient=True), None, None, True, True, correction, False),
+        atol=1e-6,
+        rtol=1e-6,
     )
 
 
@@ -333,14 +355,14 @@ def test_the_operator_keeps_its_promises_with_padding_and_packing(boundaries: li
     mask = None if boundaries else torch.arange(20, device=DEVICE)[None] > 2
     inputs = operator_inputs(20, sequences=1 if boundaries is None else 3)
     checks = ("test_schema", "test_faketensor")
-    library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True), test_utils=checks)
+    library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True, True), test_utils=checks)
 
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
     q, k, gate, second_moment, total, count = operator_inputs(17)
     _, r, _, last_total, _, *saved = fused.read_step(
-        q, k, gate, second_moment, total, count, None, None, True, True, correction
+        q, k, gate, second_moment, total, count, None, None, True, True, correction, False
     )
     states = (torch.ones_like(second_moment), torch.ones_like(total)) if correction else (None, None)
     arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))

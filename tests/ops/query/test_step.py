@@ -71,6 +71,16 @@ def test_steps_equal_the_recurrence(size: int, in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+def test_the_query_can_come_back_in_float32(in_place: bool) -> None:
+    case = make_case(2, 3, 2, 24).to(torch.float16)
+    exact = case.to(torch.float64)
+    expected = curvature_conditioned_query(*exact[:3], statistics=exact.statistics, backend="reference").query
+    found = torch.cat([result.query for result in steps(case, in_place, query_dtype=torch.float32)], 1)
+    assert found.dtype == torch.float32
+    assert_close("query", found.cpu(), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False)])
 def test_uncentred_and_raw(centred: bool, normalize: bool, in_place: bool) -> None:
     check(make_case(2, 3, 2, 24).to(torch.float32), in_place, centred=centred, normalize=normalize)
@@ -180,7 +190,7 @@ def operator_inputs() -> list[Tensor]:
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operators_keep_their_promises(correction: bool) -> None:
     for operator in (fused.read_token, fused.read_token_):
-        library.opcheck(operator, (*operator_inputs(), True, True, correction))
+        library.opcheck(operator, (*operator_inputs(), True, True, correction, correction))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ccq.ops.checks import (
     FLOATS,
+    accumulation_dtype,
     check_backend,
     check_device,
     check_input,
     check_sequences,
     check_shape,
     describe,
+    short,
     values_can_be_read,
 )
 from ccq.ops.query.chunked import chunked_curvature_conditioned_query
@@ -50,7 +52,7 @@ class CurvatureConditionedQueryResult(NamedTuple):
     """What `curvature_conditioned_query` returns."""
 
     query: Tensor
-    """[B, T, H, D], in the dtype of q: q - lambda Sigma q, from normalised q unless normalize=False."""
+    """[B, T, H, D], in the dtype of q or as asked for: q - lambda Sigma q, from normalised q unless normalize=False."""
     correction: Tensor | None
     """[B, T, H, D] float32 (float64 for float64 input): Sigma q before the gate; None unless asked for."""
     statistics: KeyStatistics
@@ -68,6 +70,7 @@ def curvature_conditioned_query(
     normalize: bool = True,
     centred: bool = True,
     return_correction: bool = False,
+    query_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> CurvatureConditionedQueryResult:
     """Contract each query along the directions in which the keys seen so far vary: q - gate * Cov(keys) q.
@@ -90,6 +93,8 @@ def curvature_conditioned_query(
             operator is linear in q, so raw queries with normalised keys keep their length.
         centred: subtract the mean key's part; False uses the second moment instead of the covariance.
         return_correction: also return Sigma q before the gate.
+        query_dtype: of the query that comes back: that of q (None), or float32 (float64 for float64 input), because in
+            bfloat16 the correction is often smaller than the spacing of the numbers.
         backend: "reference" is the loop over tokens that defines the result; "torch" is chunked with a closed-form
             backward; "triton" runs the same forms as GPU kernels, for D up to 256 and not for float64; "auto" takes the
             fastest for the device and the input.
@@ -108,6 +113,7 @@ def curvature_conditioned_query(
     check_input("q", q, ("B", "T", "H", "D"))
     check_input("k", k, tuple(q.shape), q)
     gate = _check_gate(gate, q)
+    query_dtype = _check_query_dtype(query_dtype, q)
     sequences, mask, boundaries = check_sequences(q, cu_seqlens, mask)
     if statistics is None:
         statistics = KeyStatistics.zeros(sequences, q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
@@ -120,7 +126,9 @@ def curvature_conditioned_query(
             query, correction, last = curvature_conditioned_query_reference(
                 q, k, gate, statistics, mask=mask, boundaries=boundaries, normalize=normalize, centred=centred
             )
-            return CurvatureConditionedQueryResult(query.to(q.dtype), correction if return_correction else None, last)
+            return CurvatureConditionedQueryResult(
+                query.to(query_dtype), correction if return_correction else None, last
+            )
         implementation = (
             fused_curvature_conditioned_query
             if _choose(backend, q) == "triton"
@@ -137,6 +145,7 @@ def curvature_conditioned_query(
                 normalize=normalize,
                 centred=centred,
                 return_correction=return_correction,
+                query_dtype=query_dtype,
             )
         )
 
@@ -150,6 +159,7 @@ def update_and_read_(
     normalize: bool = True,
     centred: bool = True,
     return_correction: bool = False,
+    query_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> CurvatureConditionedQueryResult:
     """One token of every sequence for decoding, with `statistics` overwritten instead of returned anew.
@@ -162,7 +172,7 @@ def update_and_read_(
         k: [N, 1, H, D] keys, same dtype and device.
         gate: [N, 1, H] in any floating-point dtype, or one number.
         statistics: of the keys before this call; contiguous tensors.
-        normalize, centred, return_correction, backend: as in `curvature_conditioned_query`.
+        normalize, centred, return_correction, query_dtype, backend: as in `curvature_conditioned_query`.
 
     Returns:
         CurvatureConditionedQueryResult(query, correction, statistics), the last being the argument.
@@ -176,6 +186,7 @@ def update_and_read_(
     check_input("q", q, ("N", 1, "H", "D"))
     check_input("k", k, tuple(q.shape), q)
     gate = _check_gate(gate, q)
+    query_dtype = _check_query_dtype(query_dtype, q)
     check_statistics(statistics, q.shape[0], q)
     for name, field in zip(KeyStatistics._fields, statistics, strict=True):
         if not field.is_contiguous():
@@ -187,7 +198,14 @@ def update_and_read_(
         )
     if _choose(backend, q) == "triton":
         query, correction = fused_update_and_read_(
-            q, k, gate, statistics, normalize=normalize, centred=centred, return_correction=return_correction
+            q,
+            k,
+            gate,
+            statistics,
+            normalize=normalize,
+            centred=centred,
+            return_correction=return_correction,
+            query_dtype=query_dtype,
         )
         return CurvatureConditionedQueryResult(query, correction, statistics)
     result = curvature_conditioned_query(
@@ -198,6 +216,7 @@ def update_and_read_(
         normalize=normalize,
         centred=centred,
         return_correction=return_correction,
+        query_dtype=query_dtype,
         backend=backend,
     )
     for field, new in zip(statistics, result.statistics, strict=True):
@@ -210,6 +229,16 @@ def _choose(backend: str, q: Tensor) -> str:
     if backend != "auto":
         return backend
     return "triton" if q.is_cuda and TRITON_INSTALLED and is_supported(q) else "torch"
+
+
+def _check_query_dtype(query_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
+    """The dtype of the query that comes back."""
+    accepted = dict.fromkeys((q.dtype, accumulation_dtype(q.dtype)))
+    if query_dtype is None or query_dtype in accepted:
+        return query_dtype or q.dtype
+    names = " or ".join(map(short, accepted))
+    given = short(query_dtype) if isinstance(query_dtype, torch.dtype) else repr(query_dtype)
+    raise ValueError(f"query_dtype must be {names} for {short(q.dtype)} input, got {given}")
 
 
 def _check_gate(gate: Tensor | float, q: Tensor) -> Tensor:

@@ -218,8 +218,9 @@ def chunked_curvature_conditioned_query(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    query_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, KeyStatistics]:
-    """The read step by chunks: as `curvature_conditioned_query_reference`, but the query has the dtype of q."""
+    """The read step by chunks: as `curvature_conditioned_query_reference`, but the query has `query_dtype`."""
     kept = accumulation_dtype(q.dtype)
     if q.shape[1] == 1 and mask is None and boundaries is None:
         # Decoding: one step of the recurrence has a third of the calls, and there is no chunk to win anything from.
@@ -230,7 +231,7 @@ def chunked_curvature_conditioned_query(
             one, key, gate[:, 0].to(kept).unsqueeze(-1), *statistics[:2], count.to(kept)[:, None, None], centred
         )
         last = KeyStatistics(second_moment, total, count)
-        return query.to(q.dtype).unsqueeze(1), correction.unsqueeze(1) if return_correction else None, last
+        return query.to(query_dtype).unsqueeze(1), correction.unsqueeze(1) if return_correction else None, last
     layout = ChunkLayout.of(q, boundaries, CHUNK)
     if boundaries is not None:
         lengths = torch.tensor(boundaries, device=q.device).diff()
@@ -254,4 +255,4 @@ def chunked_curvature_conditioned_query(
         return_correction,
     )
     # The cast stands outside of the Function: as its last operation, torch 2.11 compiles it into a zero gradient.
-    return query.to(q.dtype), correction, KeyStatistics(second_moment, total, statistics.count + lengths)
+    return query.to(query_dtype), correction, KeyStatistics(second_moment, total, statistics.count + lengths)

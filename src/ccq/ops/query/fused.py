@@ -78,13 +78,14 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
 
 _INPUTS = "Tensor q, Tensor k, Tensor gate, "
 _OPTIONS = "bool normalize, bool centred, "
+_RESULTS = "bool return_correction, bool wide"
 _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 
 
 @library.custom_op(
     "ccq::read_step",
     mutates_args=(),
-    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}bool return_correction)"
+    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def read_step(
@@ -99,9 +100,10 @@ def read_step(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    wide: bool,
 ) -> tuple[Tensor, ...]:
-    """The read step. Query, correction (or an empty tensor), second moment, total, count; and for the backward pass
-    the reciprocal lengths of the queries, the totals before each group of keys, and the mean scores.
+    """The read step. Query (float32 with `wide`), correction (or an empty tensor), second moment, total, count; and for
+    the backward pass the reciprocal lengths of the queries, the totals before each group of keys, and the mean scores.
     """
     _step(q)
     kernels = _kernels()
@@ -112,7 +114,7 @@ def read_step(
         plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
         done = kernels.forward(
             q, k, gate, second_moment, total, count, plan, config,
-            normalize=normalize, centred=centred, return_correction=return_correction,
+            normalize=normalize, centred=centred, return_correction=return_correction, wide=wide,
         )  # fmt: skip
         if mask is not None:
             _padding().fill_outputs(mask, q, done.query, done.correction, normalize)
@@ -134,6 +136,7 @@ def _(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    wide: bool,
 ) -> tuple[Tensor, ...]:
     rows, tokens, heads, size = q.shape
     block = _kernels().configuration(q.dtype, int(size), q.device).block
@@ -142,7 +145,7 @@ def _(
         blocks = sum((end - begin + block - 1) // block for begin, end in itertools.pairwise(boundaries))
     kept = torch.float32
     return (
-        q.new_empty(q.shape),
+        q.new_empty(q.shape, dtype=kept if wide else q.dtype),
         q.new_empty(q.shape if return_correction else 0, dtype=kept),
         second_moment.new_empty(second_moment.shape),
         total.new_empty(total.shape),
@@ -224,7 +227,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, gate, second_moment, _, count, mask, boundaries, normalize, centred, return_correction = inputs
+    q, k, gate, second_moment, _, count, mask, boundaries, normalize, centred, return_correction, _ = inputs
     _, correction, _, last_total, last_count, reciprocal, vectors, mean = output
     ctx.save_for_backward(q, k, gate, second_moment, count, correction, last_total, reciprocal, vectors, mean, mask)
     ctx.boundaries, ctx.normalize, ctx.centred, ctx.return_correction = (
@@ -254,7 +257,7 @@ def _backward(
         ctx.centred,
         state_gradients,
     )
-    return *rows, *((d_moment, d_total) if state_gradients else (None, None)), *(None,) * 6
+    return *rows, *((d_moment, d_total) if state_gradients else (None, None)), *(None,) * 7
 
 
 read_step.register_autograd(_backward, setup_context=_setup_context)
@@ -263,7 +266,7 @@ read_step.register_autograd(_backward, setup_context=_setup_context)
 @library.custom_op(
     "ccq::read_token",
     mutates_args=(),
-    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_OPTIONS}bool return_correction)"
+    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def read_token(
@@ -276,13 +279,14 @@ def read_token(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    wide: bool,
 ) -> tuple[Tensor, ...]:
     """One token of every sequence, q and k [N, 1, H, D]: query, correction (or an empty tensor), new statistics."""
     step = _step(q)
     with torch.cuda.device_of(q):
         done = step.read_token(
             *_contiguous(q, k, gate, second_moment, total, count),
-            normalize=normalize, centred=centred, return_correction=return_correction, in_place=False,
+            normalize=normalize, centred=centred, return_correction=return_correction, wide=wide, in_place=False,
         )  # fmt: skip
     correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
     return done.query, correction, done.second_moment, done.total, done.count
@@ -299,15 +303,17 @@ def _(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    wide: bool,
 ) -> tuple[Tensor, ...]:
     correction = q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
-    return q.new_empty(q.shape), correction, *(x.new_empty(x.shape) for x in (second_moment, total, count))
+    query = q.new_empty(q.shape, dtype=torch.float32 if wide else q.dtype)
+    return query, correction, *(x.new_empty(x.shape) for x in (second_moment, total, count))
 
 
 @library.custom_op(
     "ccq::read_token_",
     mutates_args=("second_moment", "total", "count"),
-    schema=f"({_INPUTS}Tensor(a!) second_moment, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}bool return_correction)"
+    schema=f"({_INPUTS}Tensor(a!) second_moment, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor)",
 )
 def read_token_(
@@ -320,13 +326,14 @@ def read_token_(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `read_token`, but the (contiguous) statistics are overwritten."""
     step = _step(q)
     with torch.cuda.device_of(q):
         done = step.read_token(
             *_contiguous(q, k, gate), second_moment, total, count,
-            normalize=normalize, centred=centred, return_correction=return_correction, in_place=True,
+            normalize=normalize, centred=centred, return_correction=return_correction, wide=wide, in_place=True,
         )  # fmt: skip
     return done.query, done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
 
@@ -342,8 +349,10 @@ def _(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
+    correction = q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=torch.float32 if wide else q.dtype), correction
 
 
 def fused_curvature_conditioned_query(
@@ -357,6 +366,7 @@ def fused_curvature_conditioned_query(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    query_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, KeyStatistics]:
     """The read step by Triton kernels; arguments and results as in `chunked_curvature_conditioned_query`.
 
@@ -369,10 +379,12 @@ def fused_curvature_conditioned_query(
     inputs = (q, k, gate, *statistics)
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if q.shape[1] == 1 and mask is None and boundaries is None and not gradient:
-        query, correction, *last = torch.ops.ccq.read_token(*inputs, normalize, centred, return_correction)
+        query, correction, *last = torch.ops.ccq.read_token(
+            *inputs, normalize, centred, return_correction, query_dtype != q.dtype
+        )
     else:
         query, correction, *last = torch.ops.ccq.read_step(
-            *inputs, mask, boundaries, normalize, centred, return_correction
+            *inputs, mask, boundaries, normalize, centred, return_correction, query_dtype != q.dtype
         )
     return query, correction if return_correction else None, KeyStatistics(*last[:3])
 
@@ -386,8 +398,11 @@ def fused_update_and_read_(
     normalize: bool,
     centred: bool,
     return_correction: bool,
+    query_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """One token, q and k [N, 1, H, D], with the statistics overwritten."""
     check_supported(q)
-    query, correction = torch.ops.ccq.read_token_(q, k, gate, *statistics, normalize, centred, return_correction)
+    query, correction = torch.ops.ccq.read_token_(
+        q, k, gate, *statistics, normalize, centred, return_correction, query_dtype != q.dtype
+    )
     return query, correction if return_correction else None

@@ -1068,14 +1068,16 @@ class Launcher:
 
 def forward(
     q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
-    plan: Plan, config: Configuration, *, normalize: bool, centred: bool, return_correction: bool,
+    plan: Plan, config: Configuration, *, normalize: bool, centred: bool, return_correction: bool, wide: bool,
 ) -> Forward:  # fmt: skip
-    """The read step. q, k [B, T, H, D] and gate [B, T, H], contiguous; the rest as in `curvature_conditioned_query`."""
+    """The read step. q, k [B, T, H, D] and gate [B, T, H], contiguous; the query in float32 with `wide`; the rest as in
+    `curvature_conditioned_query`.
+    """
     launch = Launcher(q, plan, config, normalize, centred)
     unit, _, vectors = launch.unit_keys(k)
     last = launch.scan_vectors(vectors, total, reverse=False)
     covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
-    query = torch.empty_like(q)
+    query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
     correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
     reciprocal = torch.empty_like(gate, dtype=torch.float32)
     _, mean = launch.covariance_times(
@@ -1094,7 +1096,7 @@ def backward(
     of the states are empty without `state_gradients`.
     """
     launch = Launcher(q, plan, config, normalize, centred)
-    x, strength, d_gate = dy, -gate.float(), torch.empty_like(result.reciprocal)
+    x, strength, d_gate = dy.to(q.dtype), -gate.float(), torch.empty_like(result.reciprocal)
     correction = torch.empty(0) if result.correction is None else result.correction
     if dr is not None:
         x = (dr + strength.unsqueeze(-1) * dy).to(q.dtype)

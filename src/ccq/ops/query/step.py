@@ -99,11 +99,13 @@ class TokenRead(NamedTuple):
 
 def read_token(
     q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
-    *, normalize: bool, centred: bool, return_correction: bool, in_place: bool,
+    *, normalize: bool, centred: bool, return_correction: bool, wide: bool, in_place: bool,
 ) -> TokenRead:  # fmt: skip
-    """One token: q, k [N, 1, H, D] and gate [N, 1, H], all contiguous; the statistics new, or overwritten."""
+    """One token: q, k [N, 1, H, D] and gate [N, 1, H], all contiguous; the statistics new, or overwritten;
+    the query in float32 with `wide`.
+    """
     sequences, _, heads, size = q.shape
-    query = torch.empty_like(q)
+    query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
     correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
     # Total and count are read by every program of a head: new ones are written beside them and copied over.
     new = [
