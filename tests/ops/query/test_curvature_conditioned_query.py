@@ -137,13 +137,13 @@ def test_chunked_equals_recurrence(tokens: int) -> None:
     compare(run(case, backend="torch"), run(case, backend="reference"))
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("normalize", [True, "keys", False])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize(
     "want",
     [("query",), ("correction",), ("second_moment",), ("total",), ("query", "second_moment"), ("query", "correction")],
 )
-def test_every_gradient_from_every_output(want: tuple[str, ...], centred: bool, normalize: bool) -> None:
+def test_every_gradient_from_every_output(want: tuple[str, ...], centred: bool, normalize: bool | str) -> None:
     case = make_case(2, 70, 2, 5)
     options = {"want": want, "centred": centred, "normalize": normalize}
     compare(run(case, backend="torch", **options), run(case, backend="reference", **options))
@@ -459,3 +459,13 @@ def test_the_query_can_come_back_in_float32(backend: str, tokens: int) -> None:
     assert query.dtype == torch.float32
     assert_close("query", query, expected, 3e-6)
     assert all(x.dtype == torch.bfloat16 for x in torch.autograd.grad(query.sum(), leaves))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_unit_keys_alone_keep_the_length_of_the_query(backend: str) -> None:
+    case = make_case(2, 20, 2, 8)
+    length = case.q.norm(dim=-1, keepdim=True)
+    options = {"statistics": case.statistics, "backend": backend}
+    unit = curvature_conditioned_query(case.q / length, l2_normalize(case.k), case.gate, normalize=False, **options)
+    kept = curvature_conditioned_query(*case[:3], normalize="keys", **options)
+    assert_close("query", kept.query, length * unit.query, EXACT)

@@ -98,7 +98,7 @@ def test_long_sequences_are_scanned_in_segments(small_blocks: Callable[..., None
     case = make_case(1, 330, 1, 16)
     config = kernels.configuration(torch.float32, 16, torch.device(DEVICE))
     plan = kernels.make_plan(1, 330, None, None, config, torch.device(DEVICE))
-    launch = kernels.Launcher(case.q.to(DEVICE), plan, config, True, True)
+    launch = kernels.Launcher(case.q.to(DEVICE), plan, config, True, True, True)
     assert launch.segments > 1 and launch.per_segment > 1
     check(case)
 
@@ -111,18 +111,18 @@ def test_every_gradient_from_every_output(want: tuple[str, ...]) -> None:
     check(make_case(1, 35, 1, 16), want=want)
 
 
-@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False)])
-def test_uncentred_and_raw(centred: bool, normalize: bool) -> None:
+@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys")])
+def test_uncentred_and_raw(centred: bool, normalize: bool | str) -> None:
     check(make_case(1, 35, 1, 16), centred=centred, normalize=normalize)
 
 
-@pytest.mark.parametrize(("kind", "normalize"), [*((kind, True) for kind in MASKS), ("both", False)])
-def test_padding_is_exact(kind: str, normalize: bool) -> None:
+@pytest.mark.parametrize(("kind", "normalize"), [*((kind, True) for kind in MASKS), ("both", False), ("both", "keys")])
+def test_padding_is_exact(kind: str, normalize: bool | str) -> None:
     mask = torch.tensor(MASKS[kind])
     case = make_case(2, 70, 1, 16)
     real = mask.bool()
     actual = check(case, mask=mask, normalize=normalize)
-    padded = l2_normalize(case.q) if normalize else case.q
+    padded = l2_normalize(case.q) if normalize is True else case.q
     assert_close("padded query", actual["query"][~real], padded[~real], TOLERANCE, floor=FLOOR)
     for name in ("correction", "d_q", "d_k", "d_gate"):
         assert not actual[name][~real].any(), name
@@ -344,7 +344,7 @@ def operator_inputs(tokens: int, *, sequences: int = 1, gradient: bool = False) 
 def test_the_operator_keeps_its_promises(correction: bool) -> None:
     library.opcheck(
         fused.read_step,
-        (*operator_inputs(17, gradient=True), None, None, True, True, correction, False),
+        (*operator_inputs(17, gradient=True), None, None, True, True, True, correction, False),
         atol=1e-6,
         rtol=1e-6,
     )
@@ -355,20 +355,20 @@ def test_the_operator_keeps_its_promises_with_padding_and_packing(boundaries: li
     mask = None if boundaries else torch.arange(20, device=DEVICE)[None] > 2
     inputs = operator_inputs(20, sequences=1 if boundaries is None else 3)
     checks = ("test_schema", "test_faketensor")
-    library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True, True), test_utils=checks)
+    library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True, True, True), test_utils=checks)
 
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
     q, k, gate, second_moment, total, count = operator_inputs(17)
     _, r, _, last_total, _, *saved = fused.read_step(
-        q, k, gate, second_moment, total, count, None, None, True, True, correction, False
+        q, k, gate, second_moment, total, count, None, None, True, True, True, correction, False
     )
     states = (torch.ones_like(second_moment), torch.ones_like(total)) if correction else (None, None)
     arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))
     library.opcheck(
         fused.read_step_backward,
-        (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True, correction),
+        (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True, True, correction),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

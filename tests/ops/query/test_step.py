@@ -81,8 +81,8 @@ def test_the_query_can_come_back_in_float32(in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False)])
-def test_uncentred_and_raw(centred: bool, normalize: bool, in_place: bool) -> None:
+@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys")])
+def test_uncentred_and_raw(centred: bool, normalize: bool | str, in_place: bool) -> None:
     check(make_case(2, 3, 2, 24).to(torch.float32), in_place, centred=centred, normalize=normalize)
 
 
@@ -190,7 +190,7 @@ def operator_inputs() -> list[Tensor]:
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operators_keep_their_promises(correction: bool) -> None:
     for operator in (fused.read_token, fused.read_token_):
-        library.opcheck(operator, (*operator_inputs(), True, True, correction, correction))
+        library.opcheck(operator, (*operator_inputs(), True, True, True, correction, correction))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile

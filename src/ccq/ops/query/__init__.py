@@ -52,7 +52,7 @@ class CurvatureConditionedQueryResult(NamedTuple):
     """What `curvature_conditioned_query` returns."""
 
     query: Tensor
-    """[B, T, H, D], in the dtype of q or as asked for: q - lambda Sigma q, from normalised q unless normalize=False."""
+    """[B, T, H, D], in the dtype of q or as asked for: q - lambda Sigma q, with q as `normalize` leaves it."""
     correction: Tensor | None
     """[B, T, H, D] float32 (float64 for float64 input): Sigma q before the gate; None unless asked for."""
     statistics: KeyStatistics
@@ -67,7 +67,7 @@ def curvature_conditioned_query(
     statistics: KeyStatistics | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
-    normalize: bool = True,
+    normalize: bool | str = True,
     centred: bool = True,
     return_correction: bool = False,
     query_dtype: torch.dtype | None = None,
@@ -89,8 +89,8 @@ def curvature_conditioned_query(
             are allowed. The statistics then have one entry a document. Excludes `mask`.
         mask: [B, T], 1 = real token, 0 = padding, the ones of a row without a gap. Padding is not counted, receives no
             correction and no gradient; its query comes back normalised.
-        normalize: L2-normalise q and k over D, x * rsqrt(sum x^2 + 1e-6) in float32. False takes both as they are; the
-            operator is linear in q, so raw queries with normalised keys keep their length.
+        normalize: L2-normalise q and k over D, x * rsqrt(sum x^2 + 1e-6) in float32. "keys" leaves the queries their
+            length, which the result has too, because the operator is linear in q. False takes both as they are.
         centred: subtract the mean key's part; False uses the second moment instead of the covariance.
         return_correction: also return Sigma q before the gate.
         query_dtype: of the query that comes back: that of q (None), or float32 (float64 for float64 input), because in
@@ -114,6 +114,7 @@ def curvature_conditioned_query(
     check_input("k", k, tuple(q.shape), q)
     gate = _check_gate(gate, q)
     query_dtype = _check_query_dtype(query_dtype, q)
+    unit_queries, unit_keys = _check_normalize(normalize)
     sequences, mask, boundaries = check_sequences(q, cu_seqlens, mask)
     if statistics is None:
         statistics = KeyStatistics.zeros(sequences, q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
@@ -124,7 +125,15 @@ def curvature_conditioned_query(
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":
             query, correction, last = curvature_conditioned_query_reference(
-                q, k, gate, statistics, mask=mask, boundaries=boundaries, normalize=normalize, centred=centred
+                q,
+                k,
+                gate,
+                statistics,
+                mask=mask,
+                boundaries=boundaries,
+                unit_queries=unit_queries,
+                unit_keys=unit_keys,
+                centred=centred,
             )
             return CurvatureConditionedQueryResult(
                 query.to(query_dtype), correction if return_correction else None, last
@@ -142,7 +151,8 @@ def curvature_conditioned_query(
                 statistics,
                 mask=mask,
                 boundaries=boundaries,
-                normalize=normalize,
+                unit_queries=unit_queries,
+                unit_keys=unit_keys,
                 centred=centred,
                 return_correction=return_correction,
                 query_dtype=query_dtype,
@@ -156,7 +166,7 @@ def update_and_read_(
     gate: Tensor | float,
     statistics: KeyStatistics,
     *,
-    normalize: bool = True,
+    normalize: bool | str = True,
     centred: bool = True,
     return_correction: bool = False,
     query_dtype: torch.dtype | None = None,
@@ -187,6 +197,7 @@ def update_and_read_(
     check_input("k", k, tuple(q.shape), q)
     gate = _check_gate(gate, q)
     query_dtype = _check_query_dtype(query_dtype, q)
+    unit_queries, unit_keys = _check_normalize(normalize)
     check_statistics(statistics, q.shape[0], q)
     for name, field in zip(KeyStatistics._fields, statistics, strict=True):
         if not field.is_contiguous():
@@ -202,7 +213,8 @@ def update_and_read_(
             k,
             gate,
             statistics,
-            normalize=normalize,
+            unit_queries=unit_queries,
+            unit_keys=unit_keys,
             centred=centred,
             return_correction=return_correction,
             query_dtype=query_dtype,
@@ -229,6 +241,15 @@ def _choose(backend: str, q: Tensor) -> str:
     if backend != "auto":
         return backend
     return "triton" if q.is_cuda and TRITON_INSTALLED and is_supported(q) else "torch"
+
+
+def _check_normalize(normalize: bool | str) -> tuple[bool, bool]:
+    """Whether queries are normalised, and whether keys are."""
+    if isinstance(normalize, bool):
+        return normalize, normalize
+    if normalize == "keys":
+        return False, True
+    raise ValueError(f"normalize must be True, False or 'keys', got {normalize!r}")
 
 
 def _check_query_dtype(query_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:

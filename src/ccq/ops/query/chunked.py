@@ -81,15 +81,17 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
         reciprocal_count: Tensor,
         real: Tensor | None,
         layout: ChunkLayout,
-        normalize: bool,
+        unit_queries: bool,
+        unit_keys: bool,
         centred: bool,
         return_correction: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         kept = accumulation_dtype(q.dtype)
         query, key = layout.split(q.to(kept)), layout.split(k.to(kept))
         q_reciprocal = k_reciprocal = None
-        if normalize:
+        if unit_queries:
             query, q_reciprocal = _normalize(query)
+        if unit_keys:
             key, k_reciprocal = _normalize(key)
         normalized = query
         if real is not None:
@@ -193,6 +195,7 @@ def _backward(
 
     if q_reciprocal is not None:
         d_query = _normalize_backward(d_query, query, q_reciprocal)
+    if k_reciprocal is not None:
         d_key = _normalize_backward(d_key, key, k_reciprocal)
     if real is not None:
         d_query, d_key = torch.where(real, d_query, 0), torch.where(real, d_key, 0)
@@ -203,7 +206,7 @@ def _backward(
         layout.merge_scalar(d_gate).to(gate_dtype),
         first / 2,
         -lean_first.squeeze(-2),
-        *(None,) * 6,
+        *(None,) * 7,
     )
 
 
@@ -215,7 +218,8 @@ def chunked_curvature_conditioned_query(
     *,
     mask: Tensor | None,
     boundaries: list[int] | None,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     query_dtype: torch.dtype,
@@ -226,7 +230,8 @@ def chunked_curvature_conditioned_query(
         # Decoding: one step of the recurrence has a third of the calls, and there is no chunk to win anything from.
         count = statistics.count + 1
         one, key = q[:, 0], k[:, 0]
-        one, key = (l2_normalize(one), l2_normalize(key)) if normalize else (one.to(kept), key.to(kept))
+        one = l2_normalize(one) if unit_queries else one.to(kept)
+        key = l2_normalize(key) if unit_keys else key.to(kept)
         query, correction, second_moment, total = curvature_conditioned_query_step(
             one, key, gate[:, 0].to(kept).unsqueeze(-1), *statistics[:2], count.to(kept)[:, None, None], centred
         )
@@ -250,7 +255,8 @@ def chunked_curvature_conditioned_query(
         reciprocal_count,
         real,
         layout,
-        normalize,
+        unit_queries,
+        unit_keys,
         centred,
         return_correction,
     )

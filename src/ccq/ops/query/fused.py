@@ -77,7 +77,7 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor gate, "
-_OPTIONS = "bool normalize, bool centred, "
+_OPTIONS = "bool unit_queries, bool unit_keys, bool centred, "
 _RESULTS = "bool return_correction, bool wide"
 _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 
@@ -97,7 +97,8 @@ def read_step(
     count: Tensor,
     mask: Tensor | None,
     boundaries: Sequence[int] | None,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     wide: bool,
@@ -114,10 +115,11 @@ def read_step(
         plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
         done = kernels.forward(
             q, k, gate, second_moment, total, count, plan, config,
-            normalize=normalize, centred=centred, return_correction=return_correction, wide=wide,
+            unit_queries=unit_queries, unit_keys=unit_keys, centred=centred, return_correction=return_correction,
+            wide=wide,
         )  # fmt: skip
         if mask is not None:
-            _padding().fill_outputs(mask, q, done.query, done.correction, normalize)
+            _padding().fill_outputs(mask, q, done.query, done.correction, unit_queries)
         correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
         last_count = count + (plan.end - plan.begin)
     return done.query, correction, done.second_moment, done.total, last_count, done.reciprocal, done.vectors, done.mean
@@ -133,7 +135,8 @@ def _(
     count: Tensor,
     mask: Tensor | None,
     boundaries: Sequence[int] | None,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     wide: bool,
@@ -180,7 +183,8 @@ def read_step_backward(
     d_total: Tensor | None,
     mask: Tensor | None,
     boundaries: Sequence[int] | None,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     state_gradients: bool,
 ) -> tuple[Tensor, ...]:
@@ -201,7 +205,7 @@ def read_step_backward(
             q, k, gate, dy, None if dr is None else dr.contiguous(),
             None if d_moment is None else d_moment.contiguous(),
             torch.zeros_like(last_total) if d_total is None else d_total.contiguous(),
-            saved, second_moment, count, plan, config, normalize=normalize, centred=centred,
+            saved, second_moment, count, plan, config, unit_queries=unit_queries, unit_keys=unit_keys, centred=centred,
             state_gradients=state_gradients,
         )  # fmt: skip
         d_gate = gradients.gate.contiguous()
@@ -227,12 +231,15 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, gate, second_moment, _, count, mask, boundaries, normalize, centred, return_correction, _ = inputs
+    q, k, gate, second_moment, _, count, mask, boundaries, unit_queries, unit_keys, centred, return_correction, _ = (
+        inputs
+    )
     _, correction, _, last_total, last_count, reciprocal, vectors, mean = output
     ctx.save_for_backward(q, k, gate, second_moment, count, correction, last_total, reciprocal, vectors, mean, mask)
-    ctx.boundaries, ctx.normalize, ctx.centred, ctx.return_correction = (
+    ctx.boundaries, ctx.unit_queries, ctx.unit_keys, ctx.centred, ctx.return_correction = (
         boundaries,
-        normalize,
+        unit_queries,
+        unit_keys,
         centred,
         return_correction,
     )
@@ -253,11 +260,12 @@ def _backward(
         d_total,
         mask,
         ctx.boundaries,
-        ctx.normalize,
+        ctx.unit_queries,
+        ctx.unit_keys,
         ctx.centred,
         state_gradients,
     )
-    return *rows, *((d_moment, d_total) if state_gradients else (None, None)), *(None,) * 7
+    return *rows, *((d_moment, d_total) if state_gradients else (None, None)), *(None,) * 8
 
 
 read_step.register_autograd(_backward, setup_context=_setup_context)
@@ -276,7 +284,8 @@ def read_token(
     second_moment: Tensor,
     total: Tensor,
     count: Tensor,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     wide: bool,
@@ -286,7 +295,8 @@ def read_token(
     with torch.cuda.device_of(q):
         done = step.read_token(
             *_contiguous(q, k, gate, second_moment, total, count),
-            normalize=normalize, centred=centred, return_correction=return_correction, wide=wide, in_place=False,
+            unit_queries=unit_queries, unit_keys=unit_keys, centred=centred, return_correction=return_correction,
+            wide=wide, in_place=False,
         )  # fmt: skip
     correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
     return done.query, correction, done.second_moment, done.total, done.count
@@ -300,7 +310,8 @@ def _(
     second_moment: Tensor,
     total: Tensor,
     count: Tensor,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     wide: bool,
@@ -323,7 +334,8 @@ def read_token_(
     second_moment: Tensor,
     total: Tensor,
     count: Tensor,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     wide: bool,
@@ -333,7 +345,8 @@ def read_token_(
     with torch.cuda.device_of(q):
         done = step.read_token(
             *_contiguous(q, k, gate), second_moment, total, count,
-            normalize=normalize, centred=centred, return_correction=return_correction, wide=wide, in_place=True,
+            unit_queries=unit_queries, unit_keys=unit_keys, centred=centred, return_correction=return_correction,
+            wide=wide, in_place=True,
         )  # fmt: skip
     return done.query, done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
 
@@ -346,7 +359,8 @@ def _(
     second_moment: Tensor,
     total: Tensor,
     count: Tensor,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     wide: bool,
@@ -363,7 +377,8 @@ def fused_curvature_conditioned_query(
     *,
     mask: Tensor | None,
     boundaries: list[int] | None,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     query_dtype: torch.dtype,
@@ -380,11 +395,11 @@ def fused_curvature_conditioned_query(
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if q.shape[1] == 1 and mask is None and boundaries is None and not gradient:
         query, correction, *last = torch.ops.ccq.read_token(
-            *inputs, normalize, centred, return_correction, query_dtype != q.dtype
+            *inputs, unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype
         )
     else:
         query, correction, *last = torch.ops.ccq.read_step(
-            *inputs, mask, boundaries, normalize, centred, return_correction, query_dtype != q.dtype
+            *inputs, mask, boundaries, unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype
         )
     return query, correction if return_correction else None, KeyStatistics(*last[:3])
 
@@ -395,7 +410,8 @@ def fused_update_and_read_(
     gate: Tensor,
     statistics: KeyStatistics,
     *,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
     return_correction: bool,
     query_dtype: torch.dtype,
@@ -403,6 +419,6 @@ def fused_update_and_read_(
     """One token, q and k [N, 1, H, D], with the statistics overwritten."""
     check_supported(q)
     query, correction = torch.ops.ccq.read_token_(
-        q, k, gate, *statistics, normalize, centred, return_correction, query_dtype != q.dtype
+        q, k, gate, *statistics, unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype
     )
     return query, correction if return_correction else None

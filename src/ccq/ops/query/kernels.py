@@ -938,12 +938,14 @@ class Rows(NamedTuple):
 class Launcher:
     """The kernels for one shape of input, with their constants filled in."""
 
-    def __init__(self, q: Tensor, plan: Plan, config: Configuration, normalize: bool, centred: bool) -> None:
+    def __init__(
+        self, q: Tensor, plan: Plan, config: Configuration, unit_queries: bool, unit_keys: bool, centred: bool
+    ) -> None:
         self.rows, self.tokens, self.heads, self.size = q.shape
         self.device, self.dtype = q.device, q.dtype
         self.plan, self.config = plan, config
         self.sequences, self.blocks = plan.begin.shape[0], plan.owner.shape[0]
-        self.normalize, self.centred = normalize, centred
+        self.unit_queries, self.normalize_keys, self.centred = unit_queries, unit_keys, centred
         self.width = max(16, triton.next_power_of_2(self.size))
         self.tiles = self.width // config.tile
         self.pairs = self.tiles * (self.tiles + 1) // 2
@@ -996,7 +998,7 @@ class Launcher:
         """Normalised keys in blocks, their reciprocal lengths, and the sum of each block."""
         reciprocal = self.empty(self.rows, self.tokens, self.heads)
         sums = self.empty(self.blocks, self.heads, self.size)
-        return self._to_blocks(k, self.normalize, reciprocal, sums), reciprocal, sums
+        return self._to_blocks(k, self.normalize_keys, reciprocal, sums), reciprocal, sums
 
     def scan_vectors(self, sums: Tensor, initial: Tensor, reverse: bool) -> Tensor:
         """Turns the sums of blocks into sums before (behind) each block, in place, and returns the last."""
@@ -1059,7 +1061,7 @@ class Launcher:
             x if query is None else query, mean if correction is None else correction, mean, reciprocal,
             *(gradients or (x, x, mean, x, mean, x, mean)),
             *self.sequences_of_blocks(), self.plan.chunk_start, self.blocks, **self.shape, **self.grouped,
-            BK=config.part, ALIGNED=rows.aligned, NORMALIZE=self.normalize, GRADIENTS=gradients is not None,
+            BK=config.part, ALIGNED=rows.aligned, NORMALIZE=self.unit_queries, GRADIENTS=gradients is not None,
             CORRECTION=correction is not None, EPS=NORM_EPSILON,
             num_warps=config.read_warps, num_stages=config.read_stages,
         )  # fmt: skip
@@ -1068,12 +1070,13 @@ class Launcher:
 
 def forward(
     q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
-    plan: Plan, config: Configuration, *, normalize: bool, centred: bool, return_correction: bool, wide: bool,
+    plan: Plan, config: Configuration, *, unit_queries: bool, unit_keys: bool, centred: bool, return_correction: bool,
+    wide: bool,
 ) -> Forward:  # fmt: skip
     """The read step. q, k [B, T, H, D] and gate [B, T, H], contiguous; the query in float32 with `wide`; the rest as in
     `curvature_conditioned_query`.
     """
-    launch = Launcher(q, plan, config, normalize, centred)
+    launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
     unit, _, vectors = launch.unit_keys(k)
     last = launch.scan_vectors(vectors, total, reverse=False)
     covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
@@ -1089,13 +1092,13 @@ def forward(
 def backward(
     q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor,
     result: Forward,
-    second_moment: Tensor, count: Tensor, plan: Plan, config: Configuration, *, normalize: bool, centred: bool,
-    state_gradients: bool,
+    second_moment: Tensor, count: Tensor, plan: Plan, config: Configuration, *, unit_queries: bool, unit_keys: bool,
+    centred: bool, state_gradients: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it, and the gradients
     of the states are empty without `state_gradients`.
     """
-    launch = Launcher(q, plan, config, normalize, centred)
+    launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
     x, strength, d_gate = dy.to(q.dtype), -gate.float(), torch.empty_like(result.reciprocal)
     correction = torch.empty(0) if result.correction is None else result.correction
     if dr is not None:
@@ -1127,7 +1130,7 @@ def backward(
         launch.tiles_of(spreads, config.part, launch.width),
         unit, strength, key_reciprocal, result.vectors, result.total, means, leans, count, result.mean, mean_x, dk,
         *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
-        BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=normalize,
+        BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=unit_keys,
         num_warps=config.gradient_warps, num_stages=config.gradient_stages,
     )  # fmt: skip
     return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))

@@ -45,7 +45,8 @@ def curvature_conditioned_query_reference(
     *,
     mask: Tensor | None,
     boundaries: list[int] | None,
-    normalize: bool,
+    unit_queries: bool,
+    unit_keys: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor, KeyStatistics]:
     """The recurrence, token by token, with ordinary automatic differentiation.
@@ -69,7 +70,8 @@ def curvature_conditioned_query_reference(
                 KeyStatistics(*(field[n : n + 1] for field in statistics)),
                 mask=None,
                 boundaries=None,
-                normalize=normalize,
+                unit_queries=unit_queries,
+                unit_keys=unit_keys,
                 centred=centred,
             )
             for n, (start, end) in enumerate(itertools.pairwise(boundaries))
@@ -83,14 +85,15 @@ def curvature_conditioned_query_reference(
     kept = accumulation_dtype(q.dtype)
     real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
     padding = ~real[:, :, None, None]
-    padded_query = l2_normalize(q.detach()) if normalize else q.detach().to(kept)
+    padded_query = l2_normalize(q.detach()) if unit_queries else q.detach().to(kept)
     # Emptied before anything is computed: whatever stands in the padding, NaN included, must not spread.
     q, k, gate = (
         q.masked_fill(padding, 0),
         k.masked_fill(padding, 0),
         gate.unsqueeze(-1).masked_fill(padding, 0).to(kept),
     )
-    q, k = (l2_normalize(q), l2_normalize(k)) if normalize else (q.to(kept), k.to(kept))
+    q = l2_normalize(q) if unit_queries else q.to(kept)
+    k = l2_normalize(k) if unit_keys else k.to(kept)
     second_moment, total, count = statistics
     queries, corrections = [], []
     for i in range(q.shape[1]):

@@ -46,7 +46,8 @@ def _read_token_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     BR: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    UNIT_QUERIES: tl.constexpr,
+    UNIT_KEYS: tl.constexpr,
     CENTRED: tl.constexpr,
     CORRECTION: tl.constexpr,
     EPS: tl.constexpr,
@@ -59,10 +60,11 @@ def _read_token_kernel(
     column, row = tl.arange(0, BD), tile * BR + tl.arange(0, BR)
     b_q, b_k = _load_vector(q, head, column, D), _load_vector(k, head, column, D)
     b_qi, b_ki = _load_vector(q, head, row, D), _load_vector(k, head, row, D)
-    if NORMALIZE:
+    if UNIT_QUERIES:
         b_rq = tl.rsqrt(tl.sum(b_q * b_q, 0) + EPS)
-        b_rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
         b_q, b_qi = b_q * b_rq, b_qi * b_rq
+    if UNIT_KEYS:
+        b_rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
         b_k, b_ki = b_k * b_rk, b_ki * b_rk
     seen = tl.load(count + n) + 1
     b_t = seen.to(tl.float32)
@@ -99,7 +101,7 @@ class TokenRead(NamedTuple):
 
 def read_token(
     q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
-    *, normalize: bool, centred: bool, return_correction: bool, wide: bool, in_place: bool,
+    *, unit_queries: bool, unit_keys: bool, centred: bool, return_correction: bool, wide: bool, in_place: bool,
 ) -> TokenRead:  # fmt: skip
     """One token: q, k [N, 1, H, D] and gate [N, 1, H], all contiguous; the statistics new, or overwritten;
     the query in float32 with `wide`.
@@ -116,8 +118,8 @@ def read_token(
     width = max(16, triton.next_power_of_2(size))
     _read_token_kernel[(sequences * heads * triton.cdiv(size, ROWS),)](
         q, k, gate, second_moment, total, count, query, query if correction is None else correction, *new,
-        H=heads, D=size, BD=width, BR=ROWS, NORMALIZE=normalize, CENTRED=centred, CORRECTION=return_correction,
-        EPS=NORM_EPSILON,
+        H=heads, D=size, BD=width, BR=ROWS, UNIT_QUERIES=unit_queries, UNIT_KEYS=unit_keys, CENTRED=centred,
+        CORRECTION=return_correction, EPS=NORM_EPSILON,
     )  # fmt: skip
     if in_place:
         total.copy_(new[1])
