@@ -1,5 +1,5 @@
 """Write the fixtures of tests/nn/test_layer_parity.py: weights, input, output and gradients of
-flash-linear-attention's layers.
+flash-linear-attention's layers and of its Hedgehog feature map.
 
 The library's kernels run on a CPU in Triton's interpreter, with a helper module `fla_on_cpu` that stands in for the
 GPU driver:
@@ -19,7 +19,8 @@ import fla_on_cpu  # isort: skip - before fla and before any kernel is defined
 import fla
 import safetensors.torch
 import torch
-from fla.layers import GatedDeltaNet, GatedLinearAttention
+from fla.layers import GatedDeltaNet, GatedLinearAttention, Mamba2
+from fla.modules.feature_map import HedgehogFeatureMap
 
 HIDDEN, HEADS, TOKENS = 32, 2, 70
 # Above 64 tokens the library's GLA takes its chunked kernel, at 64 and below its recurrent one.
@@ -28,7 +29,13 @@ CASES = {
     "gla_recurrent": (lambda: GatedLinearAttention(hidden_size=HIDDEN, num_heads=HEADS), 40),
     "gla_convolution": (lambda: GatedLinearAttention(hidden_size=HIDDEN, num_heads=HEADS, use_short_conv=True), TOKENS),
     "gated_deltanet": (lambda: GatedDeltaNet(hidden_size=HIDDEN, num_heads=HEADS, head_dim=8, expand_v=2), TOKENS),
+    # With one group only: with more, the form of the layer that runs without mamba_ssm's kernels gives the heads to the
+    # groups in turn, which those kernels (and transformers) do not.
+    "mamba2": (lambda: Mamba2(hidden_size=HIDDEN, head_dim=16, state_size=8), TOKENS),
+    "hedgehog": (lambda: HedgehogFeatureMap(HIDDEN), 5),
 }
+# Parameters that start at constants, where a mistake in their use would not show.
+CONSTANT_STARTS = ("D", "norm.weight", "layer.weight", "layer.bias")
 
 
 def main() -> None:
@@ -40,7 +47,12 @@ def main() -> None:
         torch.manual_seed(0)
         layer = make()
         x = torch.randn(1, tokens, HIDDEN, requires_grad=True)
-        output = layer(x)[0]
+        with torch.no_grad():
+            for key, value in layer.named_parameters():
+                if key in CONSTANT_STARTS:
+                    value.add_(torch.randn_like(value), alpha=0.3)
+        output = layer(x)
+        output = output[0] if isinstance(output, tuple) else output
         upstream = torch.randn_like(output)
         output.backward(upstream)
         tensors = {f"weights.{key}": value for key, value in layer.state_dict().items()}

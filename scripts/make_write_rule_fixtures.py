@@ -1,5 +1,5 @@
-"""Store what flash-linear-attention's kernels return for small inputs, for the tests of `ccq.ops.gla` and
-`ccq.ops.gated_delta_rule`.
+"""Store what flash-linear-attention's kernels return for small inputs, for the tests of `ccq.ops.gla`,
+`ccq.ops.gated_delta_rule` and `ccq.ops.ssd` (its "simple GLA").
 
     python scripts/make_write_rule_fixtures.py tests/ops/fixtures/write_rules.safetensors
 
@@ -36,6 +36,7 @@ def main() -> None:
         fla_on_cpu.patch_ranges()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.gla import chunk_gla, fused_recurrent_gla
+    from fla.ops.simple_gla import chunk_simple_gla
 
     device = "cpu" if on_cpu else "cuda"
     stored: dict[str, Tensor] = {}
@@ -78,6 +79,9 @@ def main() -> None:
     run("gated_delta_rule/dense", chunk_gated_delta_rule, delta_inputs((1, 65, 1, 16), 24, 1, mild), None)
     run("gated_delta_rule/strong decay", chunk_gated_delta_rule, delta_inputs((1, 65, 1, 16), 16, 1, strong), None)
     run("gated_delta_rule/packed", chunk_gated_delta_rule, delta_inputs((1, 24, 2, 16), 16, 3, mild), documents.clone())
+    run("ssd/dense", chunk_simple_gla, scalar_decay_inputs((1, 65, 2, 16), 24, 1, mild), None)
+    run("ssd/strong decay", chunk_simple_gla, scalar_decay_inputs((1, 65, 1, 16), 16, 1, strong), None)
+    run("ssd/packed", chunk_simple_gla, scalar_decay_inputs((1, 24, 2, 16), 16, 3, mild), documents.clone())
 
     versions = {"flash-linear-attention": fla.__version__, "triton": triton.__version__, "torch": torch.__version__}
     versions["run on"] = "Triton's interpreter" if on_cpu else torch.cuda.get_device_name()
@@ -104,6 +108,12 @@ def gla_inputs(
         "log_decay": decay(shape),
         "state": torch.randn(sequences, *shape[2:], value_size),
     }
+
+
+def scalar_decay_inputs(
+    shape: tuple[int, ...], value_size: int, sequences: int, decay: Callable[[tuple[int, ...]], Tensor]
+) -> dict[str, Tensor]:
+    return {**gla_inputs(shape, value_size, sequences, decay), "log_decay": decay(shape[:3])}
 
 
 def delta_inputs(

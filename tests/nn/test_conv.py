@@ -107,17 +107,32 @@ def test_left_padded_prefill_then_decode_equals_each_row_alone() -> None:
         assert_close("y", torch.cat((y[row, 6 - length :], z[row])), expected, 1e-14)
 
 
-def test_equals_torch_conv1d_with_its_gradients() -> None:
-    layer = ShortConvolution(CHANNELS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_torch_conv1d_with_its_gradients(bias: bool) -> None:
+    layer = ShortConvolution(CHANNELS, bias=bias)
     x = torch.randn(2, 33, CHANNELS, requires_grad=True)
-    expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), layer.weight, groups=CHANNELS).mT)
+    expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), layer.weight, layer.bias, groups=CHANNELS).mT)
     upstream = torch.randn_like(expected)
     y, _ = layer(x)
     assert_close("y", y, expected, 1e-6)
-    ours = torch.autograd.grad(y, (x, layer.weight), upstream)
-    theirs = torch.autograd.grad(expected, (x, layer.weight), upstream)
-    for name, a, b in zip(("dx", "dweight"), ours, theirs, strict=True):
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    ours = torch.autograd.grad(y, (x, *parameters), upstream)
+    theirs = torch.autograd.grad(expected, (x, *parameters), upstream)
+    for name, a, b in zip(("x", *names), ours, theirs, strict=True):
         assert_close(name, a, b, 1e-6)
+    assert names == (("weight", "bias") if bias else ("weight",))
+
+
+def test_starts_like_torch_conv1d() -> None:
+    """Weight and bias uniform within the bound of torch's layer, drawn as they always were: weights of a seed last."""
+    torch.manual_seed(5)
+    layer = ShortConvolution(4000, 4, bias=True)
+    torch.manual_seed(5)
+    assert torch.equal(layer.weight, torch.empty(4000, 1, 4).uniform_(-0.5, 0.5))
+    theirs = torch.nn.Conv1d(4000, 4000, 4, groups=4000)
+    for ours, other in ((layer.weight, theirs.weight), (layer.bias, theirs.bias)):
+        assert 0.49 < ours.abs().max() <= 0.5
+        assert_close("spread", ours.std(), other.std(), 0.05)
 
 
 @pytest.mark.parametrize(

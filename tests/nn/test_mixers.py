@@ -14,11 +14,25 @@ from torch import Tensor, nn
 
 import ccq.nn.mixers.gated_deltanet as gated_deltanet_module
 import ccq.nn.mixers.gated_linear_attention as gated_linear_attention_module
+import ccq.nn.mixers.mamba2 as mamba2_module
 import ccq.nn.read as read_module
-from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention, MixerState
+from ccq.nn import (
+    AttentionState,
+    CurvatureConditionedQuery,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    LayerState,
+    Mamba2,
+    MixerState,
+    SoftmaxAttention,
+)
+from ccq.nn.mixers import map_state, state_from_tensors, state_tensors
 
 HIDDEN, HEADS, SIZE, VALUE = 12, 2, 4, 6
-BACKBONES = ["gla", "gla without convolution", "gated-deltanet"]
+# Mamba2 with heads that share one query and key, and with two groups of such heads.
+GROUPS = {"mamba2": 1, "mamba2 in groups": 2}
+BACKBONES = ["gla", "gla without convolution", "gla-hedgehog", "gated-deltanet", *GROUPS]
+ATTENTION = ["transformer", "transformer with shared keys"]
 READS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "presplit": {"gate": "presplit"},
@@ -28,22 +42,40 @@ READS: dict[str, dict[str, Any] | None] = {
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
-Mixer = GatedLinearAttention | GatedDeltaNet
+Mixer = GatedLinearAttention | GatedDeltaNet | Mamba2 | SoftmaxAttention
+
+
+def read_for(backbone: str, **options: Any) -> CurvatureConditionedQuery:
+    return CurvatureConditionedQuery(GROUPS.get(backbone, HEADS), SIZE, **options)
 
 
 def make(backbone: str, read: dict[str, Any] | None = None, dtype: torch.dtype = torch.float64) -> Mixer:
     """A mixer with weights of size one and a gate away from its start, so that no part of it is negligible."""
-    step = None if read is None else CurvatureConditionedQuery(HEADS, SIZE, **read)
+    step = None if read is None else read_for(backbone, **read)
     layer: Mixer
     if backbone == "gated-deltanet":
         layer = GatedDeltaNet(HIDDEN, HEADS, SIZE, VALUE, read=step, max_a=2.0)
+    elif backbone in GROUPS:
+        layer = Mamba2(HIDDEN, 4, SIZE, VALUE, read=step, num_groups=GROUPS[backbone], max_a=2.0)
+    elif backbone in ATTENTION:
+        layer = SoftmaxAttention(HIDDEN, HEADS, SIZE, VALUE, num_kv_heads=HEADS if backbone == "transformer" else 1)
     else:
-        convolution = 4 if backbone == "gla" else None
-        layer = GatedLinearAttention(HIDDEN, HEADS, SIZE, VALUE, read=step, short_convolution=convolution)
+        layer = GatedLinearAttention(
+            HIDDEN,
+            HEADS,
+            SIZE,
+            VALUE,
+            read=step,
+            short_convolution=4 if backbone == "gla" else None,
+            feature_map="hedgehog" if backbone == "gla-hedgehog" else None,
+        )
     with torch.no_grad():
         for module in layer.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=module.in_features**-0.5)
+        for name, parameter in layer.named_parameters():
+            if "feature_map" in name or name in ("D", "norm.weight"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
         if step is not None:
             for parameter in step.parameters():
                 parameter.normal_()
@@ -57,30 +89,34 @@ CASES = [
 ]
 
 
-def assert_same_state(actual: MixerState, expected: MixerState, tolerance: float) -> None:
-    """Every tensor of two states."""
-    pairs = [("memory", actual.memory, expected.memory)]
-    assert (actual.statistics is None) == (expected.statistics is None)
-    if actual.statistics is not None and expected.statistics is not None:
-        assert torch.equal(actual.statistics.count, expected.statistics.count)
-        pairs.append(("second moment", actual.statistics.second_moment, expected.statistics.second_moment))
-        pairs.append(("total", actual.statistics.total, expected.statistics.total))
-    assert (actual.convolution is None) == (expected.convolution is None)
-    for a, b in zip(actual.convolution or (), expected.convolution or (), strict=True):
-        pairs.append(("convolution", a, b))
-    for name, a, b in pairs:
+EVERY_CASE = [*CASES, *(pytest.param(name, None, id=name) for name in ATTENTION)]
+
+
+def assert_same_state(actual: LayerState, expected: LayerState, tolerance: float) -> None:
+    """Every tensor of two states. Of softmax attention, the slots that hold a token; the others must be zero."""
+    ours, theirs = state_tensors(actual), state_tensors(expected)
+    assert type(actual) is type(expected)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        a, b = ours[name], theirs[name]
+        if name in ("count", "statistics.count"):
+            assert torch.equal(a, b)
+            continue
+        if isinstance(actual, AttentionState):
+            for n, used in enumerate(actual.count.tolist()):
+                assert not a[n, used:].any()
+                assert not b[n, used:].any()
+                assert_close(f"{name} of sequence {n}", a[n, :used], b[n, :used], tolerance)
+            continue
         assert_close(name, a, b, tolerance)
 
 
-def rows_of(state: MixerState, row: int) -> MixerState:
+def rows_of(state: LayerState, row: int) -> LayerState:
     """The state of one sequence."""
-    pick = slice(row, row + 1)
-    statistics = None if state.statistics is None else type(state.statistics)(*(x[pick] for x in state.statistics))
-    convolution = None if state.convolution is None else tuple(x[pick] for x in state.convolution)
-    return MixerState(state.memory[pick], statistics, convolution)
+    return map_state(state, lambda x: x[row : row + 1])
 
 
-@pytest.mark.parametrize(("backbone", "read"), CASES)
+@pytest.mark.parametrize(("backbone", "read"), EVERY_CASE)
 def test_equals_the_token_loop_in_values_and_every_gradient(backbone: str, read: dict[str, Any] | None) -> None:
     layer = make(backbone, read)
     x = torch.randn(1, 19, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -113,6 +149,7 @@ def test_chunked_equals_reference_beyond_one_chunk(
             (read_module, "curvature_conditioned_query"),
             (gated_linear_attention_module, "gated_linear_attention"),
             (gated_deltanet_module, "gated_delta_rule"),
+            (mamba2_module, "state_space_duality"),
         ):
             operator = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, f=operator, b=backend, **kw: f(*a, **{**kw, "backend": b}))
@@ -130,7 +167,7 @@ def test_chunked_equals_reference_beyond_one_chunk(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("backbone", "read"), CASES)
+@pytest.mark.parametrize(("backbone", "read"), EVERY_CASE)
 def test_every_cut_and_token_by_token_equal_one_call(
     backbone: str, read: dict[str, Any] | None, dtype: torch.dtype
 ) -> None:
@@ -151,7 +188,7 @@ def test_every_cut_and_token_by_token_equal_one_call(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("backbone", "read"), CASES)
+@pytest.mark.parametrize(("backbone", "read"), EVERY_CASE)
 def test_padded_rows_equal_the_rows_alone(backbone: str, read: dict[str, Any] | None, dtype: torch.dtype) -> None:
     """Padding left, right, on both sides, none and nothing else; then a second call that goes on from the states."""
     spans = [(4, 11), (0, 6), (2, 9), (0, 11), (10, 11), (0, 0)]
@@ -169,13 +206,13 @@ def test_padded_rows_equal_the_rows_alone(backbone: str, read: dict[str, Any] | 
         got = torch.cat((output[row, start:end], continued[row])).unsqueeze(0)
         assert_close("output", got, expected, TOLERANCE[dtype])
         assert_same_state(rows_of(last, row), expected_last, TOLERANCE[dtype])
-        if last.statistics is not None:
-            assert last.statistics.count[row] == end - start + 3
+        counts = [x for name, x in state_tensors(last).items() if name.endswith("count")]
+        assert all(count[row] == end - start + 3 for count in counts)
     assert not output[mask == 0].any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("backbone", "read"), CASES)
+@pytest.mark.parametrize(("backbone", "read"), EVERY_CASE)
 def test_packed_documents_equal_the_documents_alone(
     backbone: str, read: dict[str, Any] | None, dtype: torch.dtype
 ) -> None:
@@ -192,7 +229,28 @@ def test_packed_documents_equal_the_documents_alone(
         assert_same_state(rows_of(last, n), expected_last, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("backbone", "read"), CASES)
+@pytest.mark.parametrize("backbone", [*BACKBONES, *ATTENTION])
+def test_packed_documents_continue_states(backbone: str) -> None:
+    """States of padded rows go on in packed documents, one of them empty; and no documents at all are no error."""
+    layer = make(backbone, None if backbone in ATTENTION else READS["presplit"])
+    x, more = torch.randn(3, 6, HIDDEN, dtype=torch.float64), torch.randn(1, 9, HIDDEN, dtype=torch.float64)
+    mask = torch.ones(3, 6)
+    mask[0, :2] = 0
+    mask[2, 1:] = 0
+    boundaries = [0, 4, 4, 9]
+    _, state = layer(x, mask=mask)
+    output, last = layer(more, state=state, cu_seqlens=torch.tensor(boundaries))
+    for n, (start, end) in enumerate(pairwise(boundaries)):
+        real = x[n, mask[n].bool()]
+        expected, expected_last = layer(torch.cat((real, more[0, start:end])).unsqueeze(0))
+        assert_close("output", output[:, start:end], expected[:, len(real) :], 1e-12)
+        assert_same_state(rows_of(last, n), expected_last, 1e-12)
+    nothing, none = layer(more[:, :0], cu_seqlens=torch.tensor([0]))
+    assert nothing.shape == (1, 0, HIDDEN)
+    assert all(len(kept) == 0 for kept in state_tensors(none).values())
+
+
+@pytest.mark.parametrize(("backbone", "read"), EVERY_CASE)
 def test_gradients_of_padded_and_packed_input_equal_those_of_single_rows(
     backbone: str, read: dict[str, Any] | None
 ) -> None:
@@ -217,7 +275,7 @@ def test_gradients_of_padded_and_packed_input_equal_those_of_single_rows(
             assert_close(f"{kind} {name}", a, b, 1e-10)
 
 
-@pytest.mark.parametrize(("backbone", "read"), CASES)
+@pytest.mark.parametrize(("backbone", "read"), EVERY_CASE)
 def test_gradients_flow_through_the_state(backbone: str, read: dict[str, Any] | None) -> None:
     """Two calls joined by a state that stays in the graph have the gradients of one call."""
     layer = make(backbone, read)
@@ -232,10 +290,10 @@ def test_gradients_flow_through_the_state(backbone: str, read: dict[str, Any] | 
             assert_close(f"{name}, cut at {cut}", a, b, 1e-9)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", [*BACKBONES, *ATTENTION])
 @pytest.mark.parametrize("rows", [0, 2])
 def test_no_tokens_leave_the_state_as_it_is(backbone: str, rows: int) -> None:
-    layer = make(backbone, READS["presplit"])
+    layer = make(backbone, None if backbone in ATTENTION else READS["presplit"])
     _, state = layer(torch.randn(rows, 5, HIDDEN, dtype=torch.float64))
     output, after = layer(torch.randn(rows, 0, HIDDEN, dtype=torch.float64), state=state)
     assert output.shape == (rows, 0, HIDDEN)
@@ -249,7 +307,7 @@ def test_attaching_changes_no_bit(backbone: str, gate: str | float) -> None:
     plain = make(backbone, None, torch.float32)
     attached = make(backbone, None, torch.float32)
     attached.load_state_dict(plain.state_dict())
-    attached.read = CurvatureConditionedQuery(HEADS, SIZE, gate=gate, keep_length=True)
+    attached.read = read_for(backbone, gate=gate, keep_length=True)
     x = torch.randn(2, 70, HIDDEN)
     assert torch.equal(attached(x)[0], plain(x)[0])
     states: list[MixerState | None] = [None, None]
@@ -271,6 +329,101 @@ def test_off_keeps_no_statistics_and_equals_the_loop(backbone: str) -> None:
     second, after = layer(x, state=state)
     assert after.statistics is None
     assert_close("continued", second, mixer_loop(layer, torch.cat((x[0], x[0])))[9:].unsqueeze(0), 1e-12)
+
+
+@pytest.mark.parametrize("backbone", [*BACKBONES, *ATTENTION])
+def test_states_can_be_repeated_selected_and_taken_apart(backbone: str) -> None:
+    """Sequences named twice and in another order go on as the sequences they are."""
+    layer = make(backbone, None if backbone in ATTENTION else READS["presplit"])
+    x = torch.randn(3, 7, HIDDEN, dtype=torch.float64)
+    more = torch.randn(4, 2, HIDDEN, dtype=torch.float64)
+    mask = torch.ones(3, 7)
+    mask[1, :4] = 0
+    _, state = layer(x, mask=mask)
+    indices = torch.tensor([2, 1, 1, 0])
+    selected = map_state(state, lambda kept: kept.index_select(0, indices))
+    output, _ = layer(more, state=state_from_tensors(state_tensors(selected)))
+    for row, n in enumerate(indices.tolist()):
+        alone = torch.cat((x[n, 7 - int(mask[n].sum()) :], more[row])).unsqueeze(0)
+        assert_close(f"row {row}", output[row], layer(alone)[0][0, -2:], 1e-12)
+    tensors = state_tensors(state)
+    for name in tensors:
+        if name.startswith("statistics") or name in ("memory", "values", "count"):
+            with pytest.raises(KeyError, match=name):
+                state_from_tensors({key: kept for key, kept in tensors.items() if key != name})
+
+
+@pytest.mark.parametrize("backbone", [*BACKBONES, *ATTENTION])
+def test_reset_parameters_restores_a_start(backbone: str) -> None:
+    """Every parameter belongs to a module that can start it anew: constants as they were, random ones in range."""
+    read = None if backbone in ATTENTION else {"gate": "attached"}
+    layer, fresh = make(backbone, read, torch.float32), make(backbone, read, torch.float32)
+    for module in fresh.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for parameter in layer.parameters():
+        parameter.data.fill_(math.nan)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for (name, a), (_, b) in zip(layer.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.isfinite(a).all(), name
+        if "proj" in name or "conv" in name or name in ("A_log", "dt_bias"):
+            assert not torch.equal(a, b), f"{name} is not drawn anew"
+            assert a.abs().max() < 8
+        else:
+            assert torch.equal(a, b), f"{name} does not start at a constant"
+
+
+def test_decay_keeps_its_random_stream() -> None:
+    """The weights of a seed last: A and the step sizes of Gated DeltaNet are drawn in this order, after five layers."""
+    torch.manual_seed(7)
+    layer = GatedDeltaNet(4, 3, 2, 2, max_a=2.0, dt_min=0.001, dt_max=0.1)
+    torch.manual_seed(7)
+    for outputs in (6, 6, 6, 3, 3):
+        nn.Linear(4, outputs, bias=False)
+    assert torch.equal(layer.A_log, torch.log(2.0 * (1 - torch.rand(3))))
+    dt = torch.exp(torch.rand(3) * math.log(100) + math.log(0.001))
+    assert_close("dt", nn.functional.softplus(layer.dt_bias), dt, 1e-5)
+
+
+@pytest.mark.parametrize("backbone", [*BACKBONES, *ATTENTION])
+def test_strided_input_and_expanded_gradients(backbone: str) -> None:
+    layer = make(backbone, None if backbone in ATTENTION else READS["presplit"])
+    plain = torch.randn(2, 20, HIDDEN, dtype=torch.float64, requires_grad=True)
+    strided = plain.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    results = []
+    for x, weights in ((plain, torch.ones_like(plain)), (strided, None)):
+        output = layer(x)[0]
+        (output.sum() if weights is None else (output * weights).sum()).backward()
+        results.append((output, x.grad))
+    for name, a, b in zip(("output", "x"), *results, strict=True):
+        assert_close(name, a, b, 1e-13)
+
+
+@pytest.mark.parametrize("backbone", [*BACKBONES, *ATTENTION])
+def test_autocast_stays_near_float32(backbone: str) -> None:
+    """Products in bfloat16, states of linear mixers in float32, gradients of all weights."""
+    layer = make(backbone, None if backbone in ATTENTION else READS["presplit"], torch.float32)
+    x = torch.randn(2, 40, HIDDEN)
+    mask = torch.ones(2, 40)
+    mask[0, :3] = 0
+    upstream = torch.randn_like(x)
+    results = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            first, state = layer(x[:, :30], mask=mask[:, :30])
+            second, state = layer(x[:, 30:], state=state)
+        output = torch.cat((first, second), 1)
+        gradients = torch.autograd.grad(output, list(layer.parameters()), upstream.to(output.dtype))
+        results.append((output, gradients))
+        if isinstance(state, MixerState):
+            assert state.memory.dtype == state.statistics.second_moment.dtype == torch.float32
+    (output, gradients), (expected, expected_gradients) = results
+    assert output.dtype == torch.bfloat16
+    assert_close("output", output, expected, 0.03)
+    for (name, _), a, b in zip(layer.named_parameters(), gradients, expected_gradients, strict=True):
+        assert_close(name, a, b, 0.1)
 
 
 def test_decay_starts_in_the_range_asked_for() -> None:
@@ -307,6 +460,8 @@ def test_bad_input_is_named(backbone: str) -> None:
         layer(x.repeat(2, 1, 1), state=state)
     with pytest.raises(ValueError, match="state belongs to 2 sequences, but the input has 1"):
         layer(x[:1], state=state)
+    with pytest.raises(TypeError, match=r"state must be the MixerState .* got AttentionState"):
+        layer(x, state=AttentionState(state.memory, state.memory, state.statistics.count))
     with pytest.raises(ValueError, match="state has no key statistics"):
         layer(x, state=state._replace(statistics=None))
     if state.convolution is not None:

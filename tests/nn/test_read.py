@@ -12,6 +12,7 @@ from tests.nn.token_loop import covariance, gate_of, unit
 from torch import Tensor
 
 from ccq.nn import CurvatureConditionedQuery, ReadObservation
+from ccq.nn.read import StaticKeyStatistics
 
 HEADS, SIZE, TOKENS = 3, 4, 11
 GATES = ["presplit", "head", "attached", 0.3]
@@ -205,3 +206,28 @@ def test_query_of_another_width_is_named() -> None:
     q, k, presplit = inputs()
     with pytest.raises(ValueError, match=r"H \* D\] = \[2, 11, 12\], got \[2, 11, 8\]"):
         CurvatureConditionedQuery(HEADS, SIZE)(q, k, presplit_query=presplit[..., :8])
+
+
+@pytest.mark.parametrize("keep_length", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+def test_statistics_that_may_be_overwritten_take_in_one_token_in_place(gate: str | float, keep_length: bool) -> None:
+    read = randomize(CurvatureConditionedQuery(HEADS, SIZE, gate=gate, keep_length=keep_length).double())
+    q, k, presplit = inputs()
+    expected = read(q, k, presplit_query=presplit)
+    with torch.no_grad():
+        first = read(q[:, :-1], k[:, :-1], presplit_query=presplit[:, :-1]).statistics
+        before = StaticKeyStatistics(*(x.clone() for x in first))
+        static = StaticKeyStatistics(*first)
+        last = {"q": q[:, -1:], "k": k[:, -1:], "presplit_query": presplit[:, -1:]}
+        # A mask may say that a row has no token, so it takes the other way.
+        masked = read(**last, statistics=static, mask=torch.ones(2, 1))
+        assert all(torch.equal(a, b) for a, b in zip(static, before, strict=True))
+        result = read(**last, statistics=static)
+    assert all(a is b for a, b in zip(result.statistics, static, strict=True))
+    for got in (result, masked):
+        assert_close("query", got.query, expected.query[:, -1:], 1e-12)
+        for name, a, b in zip(static._fields, got.statistics, expected.statistics, strict=True):
+            assert_close(name, a, b, 1e-12)
+    recorded = read(**last, statistics=before)
+    assert all(a is not b for a, b in zip(recorded.statistics, before, strict=True)), "gradients need what was there"
+    assert_close("query", recorded.query, expected.query[:, -1:], 1e-12)

@@ -1,20 +1,36 @@
 """Modules: the read step with its gate, the mixers, and the layers around them."""
 
 from ccq.nn.conv import ShortConvolution
-from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, MixerOutput, MixerState
+from ccq.nn.feature_map import HedgehogFeatureMap
+from ccq.nn.mixers import (
+    AttentionState,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    LayerState,
+    Mamba2,
+    MixerOutput,
+    MixerState,
+    SoftmaxAttention,
+)
 from ccq.nn.mlp import SwiGLU
-from ccq.nn.norm import RMSNormGated
+from ccq.nn.norm import GatedGroupRMSNorm, RMSNormGated
 from ccq.nn.read import CurvatureConditionedQuery, ReadObservation, ReadResult
 
 __all__ = [
+    "AttentionState",
     "CurvatureConditionedQuery",
     "GatedDeltaNet",
+    "GatedGroupRMSNorm",
     "GatedLinearAttention",
+    "HedgehogFeatureMap",
+    "LayerState",
+    "Mamba2",
     "MixerOutput",
     "MixerState",
     "RMSNormGated",
     "ReadObservation",
     "ReadResult",
     "ShortConvolution",
+    "SoftmaxAttention",
     "SwiGLU",
 ]

@@ -15,21 +15,30 @@ from ccq.ops.checks import check_input, check_sequences, check_shape
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution followed by SiLU: y_t = silu(sum_i weight[:, 0, i] * x_{t - (W - 1) + i}).
+    """Causal depthwise convolution followed by SiLU: y_t = silu(bias + sum_i weight[:, 0, i] * x_{t - (W - 1) + i}).
 
-    The weight [channels, 1, W] has the shape and name of flash-linear-attention's layer of this name, and no bias.
-    The state holds the last W - 1 real inputs of each sequence, oldest first, zeros where fewer have been seen.
+    The weight [channels, 1, W] has the shape and name of flash-linear-attention's layer of this name; a bias
+    [channels] is there on request (Mamba2). The state holds the last W - 1 real inputs of each sequence, oldest first,
+    zeros where fewer have been seen.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 4) -> None:
+    def __init__(self, channels: int, kernel_size: int = 4, *, bias: bool = False) -> None:
         super().__init__()
         if kernel_size < 1:
             raise ValueError(f"kernel_size must be at least 1, got {kernel_size}")
         self.channels = channels
         self.kernel_size = kernel_size
-        # The default of torch.nn.Conv1d for one input channel per group.
-        bound = 1 / math.sqrt(kernel_size)
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The default of torch.nn.Conv1d for one input channel per group."""
+        bound = 1 / math.sqrt(self.kernel_size)
+        self.weight.uniform_(-bound, bound)
+        if self.bias is not None:
+            self.bias.uniform_(-bound, bound)
 
     def forward(
         self, x: Tensor, *, state: Tensor | None = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -64,6 +73,8 @@ class ShortConvolution(nn.Module):
         tokens = window.shape[1] - self.kernel_size + 1
         taps = self.weight.to(window.dtype).squeeze(1).t().contiguous().unbind(0)
         y = window[:, :tokens] * taps[0]
+        if self.bias is not None:
+            y = y + self.bias.to(window.dtype)
         for i, tap in enumerate(taps[1:], 1):
             y = torch.addcmul(y, window[:, i : i + tokens], tap)
         return F.silu(y)
@@ -102,7 +113,7 @@ class ShortConvolution(nn.Module):
         return self._convolve(window.unsqueeze(0))[:, place], window[after]
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, kernel_size={self.kernel_size}"
+        return f"{self.channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.ops.checks import accumulation_dtype
+from ccq.ops.rms_norm_gated import rms_norm_gated
 
 
 class RMSNormGated(nn.Module):
@@ -20,11 +21,42 @@ class RMSNormGated(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1)
+
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., V] -> [..., V] in the dtype of x; computed in float32 (float64 for float64 input)."""
-        dtype = accumulation_dtype(x.dtype)
-        normed = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
-        return (normed * F.silu(gate.to(dtype))).to(x.dtype)
+        return rms_norm_gated(x, gate, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class GatedGroupRMSNorm(nn.Module):
+    """The output norm of Mamba2: x * silu(gate), then RMS norm over each of `groups` equal parts of the last dimension.
+
+    The weight [size] is called `weight`, as in the official layer.
+    """
+
+    def __init__(self, size: int, *, groups: int = 1, eps: float = 1e-5) -> None:
+        super().__init__()
+        if size % groups:
+            raise ValueError(f"groups must divide size, got {groups} groups of {size}")
+        self.groups = groups
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [..., size] -> [..., size] in the dtype of x; computed in float32 (float64 for float64 input)."""
+        dtype = accumulation_dtype(x.dtype)
+        gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
+        return (normed * self.weight.to(dtype)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, groups={self.groups}, eps={self.eps}"

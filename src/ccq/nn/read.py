@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.ops.checks import accumulation_dtype
-from ccq.ops.query import KeyStatistics, curvature_conditioned_query, l2_normalize
+from ccq.ops.query import (
+    CurvatureConditionedQueryResult,
+    KeyStatistics,
+    curvature_conditioned_query,
+    l2_normalize,
+    update_and_read_,
+)
 
 GATE_FORMS = ("presplit", "head", "attached")
 # lambda at the start of training: second and first version of arXiv:2606.01294.
@@ -28,6 +35,16 @@ class ReadResult(NamedTuple):
     """[B, T, H, D], in the dtype of q."""
     statistics: KeyStatistics | None
     """None while the correction is switched off."""
+
+
+class StaticKeyStatistics(KeyStatistics):
+    """Key statistics whose owner, such as a cache, lets them be overwritten.
+
+    A read step that is given them for one token, without a mask and without gradients, updates them in place and
+    returns them, instead of new ones: nothing of D x D is copied, and the addresses stay.
+    """
+
+    __slots__ = ()
 
 
 class ReadObservation(NamedTuple):
@@ -92,13 +109,24 @@ class CurvatureConditionedQuery(nn.Module):
         self.observer: Callable[[ReadObservation], None] | None = None
         if isinstance(self.gate, str):
             inputs = head_dim if self.gate == "head" else num_heads * head_dim
-            start = _INITIAL_GATE[self.gate]
-            self.gate_weight = nn.Parameter(torch.zeros(num_heads, inputs))
-            self.gate_bias = nn.Parameter(torch.full((num_heads,), math.log(start / (1 - start))))
+            self.gate_weight = nn.Parameter(torch.empty(num_heads, inputs))
+            self.gate_bias = nn.Parameter(torch.empty(num_heads))
             # Weight decay alone would move lambda from 0.01 to nearly 0.5.
             self.gate_bias._no_weight_decay = True  # type: ignore[attr-defined]
         if self.gate == "attached":
-            self.gate_scale = nn.Parameter(torch.zeros(num_heads))
+            self.gate_scale = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The constants that the gate starts from."""
+        if not isinstance(self.gate, str):
+            return
+        start = _INITIAL_GATE[self.gate]
+        self.gate_weight.zero_()
+        self.gate_bias.fill_(math.log(start / (1 - start)))
+        if self.gate == "attached":
+            self.gate_scale.zero_()
 
     def forward(
         self,
@@ -122,18 +150,22 @@ class CurvatureConditionedQuery(nn.Module):
         if not self.enabled:
             return ReadResult(q if query_as_given else l2_normalize(q).to(q.dtype), None)
         lam = self.gate_values(q, presplit_query, normalized=normalized)
-        dtype = q.dtype
-        if query_as_given and not normalized:
-            # The operator is linear in q: unit keys and a raw query give the length of q times the unit result.
-            q, k = q.to(accumulation_dtype(dtype)), l2_normalize(k)
-        result = curvature_conditioned_query(
+        in_place = (
+            isinstance(statistics, StaticKeyStatistics)
+            and q.shape[1] == 1
+            and mask is None
+            and cu_seqlens is None
+            and not torch.is_grad_enabled()
+        )
+        read: Callable[..., CurvatureConditionedQueryResult] = (
+            update_and_read_ if in_place else partial(curvature_conditioned_query, cu_seqlens=cu_seqlens, mask=mask)
+        )
+        result = read(
             q,
             k,
             lam,
             statistics=statistics,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
-            normalize=not query_as_given,
+            normalize=False if normalized else "keys" if self.keep_length else True,
             centred=self.centred,
             return_correction=self.observer is not None,
         )
@@ -141,7 +173,7 @@ class CurvatureConditionedQuery(nn.Module):
             seen = q if query_as_given else l2_normalize(q)
             gate = lam if isinstance(lam, Tensor) else seen.new_full(q.shape[:3], lam)
             self.observer(ReadObservation(seen.detach(), gate.detach(), result.correction.detach(), mask))
-        return ReadResult(result.query.to(dtype), result.statistics)
+        return ReadResult(result.query, result.statistics)
 
     def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: bool = False) -> Tensor | float:
         """lambda [B, T, H] in float32 (float64 for float64 input), or the fixed number."""
@@ -158,7 +190,9 @@ class CurvatureConditionedQuery(nn.Module):
                     f"presplit_query must have shape [B, T, H * D] = {[*q.shape[:2], self.num_heads * self.head_dim]}, "
                     f"got {list(presplit_query.shape)}"
                 )
-            gate = torch.sigmoid(F.linear(presplit_query.to(dtype), weight, bias))
+            # In the dtype of the query, whose copy in float32 would cost more than the read step; the bias, which is
+            # most of the sum, is added behind.
+            gate = torch.sigmoid(F.linear(presplit_query, weight.to(presplit_query.dtype)).to(dtype) + bias)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
 
     def extra_repr(self) -> str:

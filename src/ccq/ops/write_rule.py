@@ -39,14 +39,27 @@ class Sequences(NamedTuple):
 
 
 def check_write_arguments(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    *,
+    grouped: bool = False,
 ) -> tuple[Sequences, Tensor]:
-    """Check what all write rules share. Returns the sequences and the initial state (zeros where none was given)."""
-    check_input("q", q, ("B", "T", "H", "D"))
+    """Check what all write rules share. Returns the sequences and the initial state (zeros where none was given).
+
+    `grouped`: q and k are [B, T, G, D] and shared by the H heads of v, H a multiple of G.
+    """
+    check_input("q", q, ("B", "T", "G" if grouped else "H", "D"))
     check_input("k", k, tuple(q.shape), q)
-    check_input("v", v, (*q.shape[:3], "V"), q)
+    check_input("v", v, (*q.shape[:2], "H" if grouped else q.shape[2], "V"), q)
+    groups, heads = q.shape[2], v.shape[2]
+    if grouped and (groups == 0 or heads % groups):
+        raise ValueError(f"the {groups} groups of q and k must divide the {heads} heads of v")
     count, mask, boundaries = check_sequences(q, cu_seqlens, mask)
-    shape = (count, q.shape[2], q.shape[3], v.shape[3])
+    shape = (count, heads, q.shape[3], v.shape[3])
     if state is None:
         state = q.new_zeros(shape, dtype=accumulation_dtype(q.dtype))
     else:

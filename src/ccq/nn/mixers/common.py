@@ -6,8 +6,11 @@ kernel size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from ccq.nn.conv import ShortConvolution
@@ -24,13 +27,63 @@ class MixerState(NamedTuple):
     statistics: KeyStatistics | None
     """The state of the read step; None without one, or while its correction is off."""
     convolution: tuple[Tensor, ...] | None
-    """The last W - 1 inputs [N, W - 1, channels] of the convolutions of q, k and v; None without convolutions."""
+    """The last W - 1 inputs [N, W - 1, channels] of each convolution, in the order of the layer (q, k, v; one for all
+    of Mamba2); None without convolutions."""
+
+
+class AttentionState(NamedTuple):
+    """The keys and values of softmax attention. It grows with every token.
+
+    Slot i of sequence n holds its i-th real token: padding is never stored. Slots from `count[n]` on are zero.
+    """
+
+    keys: Tensor
+    """[N, S, K, D] for K heads of keys and values and S slots, rotated to their positions."""
+    values: Tensor
+    """[N, S, K, V]"""
+    count: Tensor  # type: ignore[assignment]  # a field, not the method of tuple
+    """[N] int64: how many real tokens the sequence has had; also the position of its next token."""
+
+
+LayerState = MixerState | AttentionState
+"""What any mixer keeps of its sequences. Dimension 0 of every tensor in it is the sequence."""
+
+AnyState = TypeVar("AnyState", MixerState, AttentionState)
 
 
 class MixerOutput(NamedTuple):
     output: Tensor
     """[B, T, hidden]"""
-    state: MixerState
+    state: LayerState | None
+    """None only where it was not asked for."""
+
+
+def map_state(state: AnyState, change: Callable[[Tensor], Tensor]) -> AnyState:
+    """The state with `change` applied to each of its tensors: to repeat, select, move or copy its sequences."""
+    return state_from_tensors({name: change(x) for name, x in state_tensors(state).items()})  # type: ignore[return-value]
+
+
+def state_tensors(state: LayerState) -> dict[str, Tensor]:
+    """The tensors of a state by name: "memory", "statistics.total", "convolution.0", ...; "keys", "values", "count"."""
+    if isinstance(state, AttentionState):
+        return state._asdict()
+    tensors = {"memory": state.memory}
+    if state.statistics is not None:
+        tensors |= {f"statistics.{name}": x for name, x in state.statistics._asdict().items()}
+    return tensors | {f"convolution.{i}": x for i, x in enumerate(state.convolution or ())}
+
+
+def state_from_tensors(tensors: Mapping[str, Tensor]) -> LayerState:
+    """The inverse of `state_tensors`. Raises KeyError with the name of a tensor that is not there."""
+    if "memory" not in tensors and "keys" in tensors:
+        return AttentionState(*(tensors[name] for name in AttentionState._fields))
+    statistics = convolution = None
+    if any(name.startswith("statistics.") for name in tensors):
+        statistics = KeyStatistics(*(tensors[f"statistics.{name}"] for name in KeyStatistics._fields))
+    convolutions = sum(name.startswith("convolution.") for name in tensors)
+    if convolutions:
+        convolution = tuple(tensors[f"convolution.{i}"] for i in range(convolutions))
+    return MixerState(tensors["memory"], statistics, convolution)
 
 
 def check_call(
@@ -48,11 +101,7 @@ def check_call(
     sequences, _, _ = check_sequences(x, cu_seqlens, mask)
     if state is None:
         return
-    if state.memory.shape[0] != sequences:
-        raise ValueError(
-            f"state belongs to {state.memory.shape[0]} sequences, but the input has {sequences} (rows, or documents "
-            "where cu_seqlens is given); select or repeat its sequences first"
-        )
+    check_owner(state, MixerState, "memory", sequences)
     if read is not None and read.enabled and state.statistics is None:
         raise ValueError(
             "state has no key statistics, because it was made while the correction was off or by a layer without "
@@ -60,13 +109,25 @@ def check_call(
         )
 
 
+def check_owner(state: LayerState, kind: type[LayerState], first: str, sequences: int) -> None:
+    """A state must be of the layer's kind, and of as many sequences as the input; `first` names a tensor of it."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be the {kind.__name__} that an earlier call returned, got {type(state).__name__}")
+    owned = getattr(state, first).shape[0]
+    if owned != sequences:
+        raise ValueError(
+            f"state belongs to {owned} sequences, but the input has {sequences} (rows, or documents "
+            "where cu_seqlens is given); select or repeat its sequences first"
+        )
+
+
 def check_read(
-    read: CurvatureConditionedQuery | None, num_heads: int, head_dim: int
+    read: CurvatureConditionedQuery | None, num_heads: int, head_dim: int, what: str = "heads"
 ) -> CurvatureConditionedQuery | None:
-    """A read step must be made for the heads of its layer."""
+    """A read step must be made for the heads (or groups of heads that share their keys) of its layer."""
     if read is not None and (read.num_heads, read.head_dim) != (num_heads, head_dim):
         raise ValueError(
-            f"read is made for {read.num_heads} heads of {read.head_dim}, but the layer has {num_heads} heads "
+            f"read is made for {read.num_heads} heads of {read.head_dim}, but the layer has {num_heads} {what} "
             f"of {head_dim}"
         )
     return read
@@ -95,3 +156,12 @@ def convolve(
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """[B, T, H * X] -> [B, T, H, X]"""
     return x.unflatten(-1, (num_heads, -1))
+
+
+@torch.no_grad()
+def draw_step_bias_(bias: Tensor, dt_min: float, dt_max: float) -> None:
+    """Fill `bias` so that softplus(bias), the size of a step of the decay, is log-uniform in [dt_min, dt_max]."""
+    uniform = torch.rand(bias.shape, dtype=torch.float32, device=bias.device)
+    dt = torch.exp(uniform * math.log(dt_max / dt_min) + math.log(dt_min))
+    # The inverse of softplus.
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
-from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, split_heads
+from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, draw_step_bias_, split_heads
 from ccq.nn.norm import RMSNormGated
 from ccq.nn.read import CurvatureConditionedQuery
 from ccq.ops.checks import accumulation_dtype
@@ -62,13 +60,12 @@ class GatedDeltaNet(nn.Module):
         self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
-        # 1 - rand is in (0, 1], so the logarithm is finite.
-        self.A_log = nn.Parameter(torch.log(max_a * (1 - torch.rand(num_heads))))
-        dt = torch.exp(torch.rand(num_heads) * math.log(dt_max / dt_min) + math.log(dt_min))
-        # The inverse of softplus.
-        self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
+        self.max_a, self.dt_min, self.dt_max = max_a, dt_min, dt_max
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
         for parameter in (self.A_log, self.dt_bias):
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self.reset_parameters()
         self.q_conv1d = ShortConvolution(key_size, conv_size)
         self.k_conv1d = ShortConvolution(key_size, conv_size)
         self.v_conv1d = ShortConvolution(value_size, conv_size)
@@ -76,6 +73,14 @@ class GatedDeltaNet(nn.Module):
         self.o_norm = RMSNormGated(value_head_dim, eps=norm_eps)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
         self.read = check_read(read, num_heads, head_dim)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw A and the step sizes anew: the layer's own parameters, not those of the layers inside."""
+        # 1 - rand is in (0, 1], so the logarithm is finite.
+        uniform = torch.rand(self.num_heads, dtype=torch.float32, device=self.A_log.device)
+        self.A_log.copy_(torch.log(self.max_a * (1 - uniform)))
+        draw_step_bias_(self.dt_bias, self.dt_min, self.dt_max)
 
     def forward(
         self,
@@ -94,11 +99,10 @@ class GatedDeltaNet(nn.Module):
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         (presplit_query, k, v), convolution = convolve(convolutions, inputs, state, mask, cu_seqlens)
-        # One normalisation for the read step and the write rule; the query is not normalised again behind the read
-        # step.
-        q = l2_normalize(split_heads(presplit_query, self.num_heads))
-        k = l2_normalize(split_heads(k, self.num_heads))
+        # One normalisation for the read step and the write rule, which both read what is left of it in the dtype of v;
+        # the query is not normalised again behind the read step.
         v = split_heads(v, self.num_heads)
+        q, k = (l2_normalize(split_heads(y, self.num_heads)).to(v.dtype) for y in (presplit_query, k))
         dtype = accumulation_dtype(x.dtype)
         log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
         beta = torch.sigmoid(self.b_proj(x).to(dtype))
@@ -115,8 +119,8 @@ class GatedDeltaNet(nn.Module):
                 normalized=True,
             )
         output, memory = gated_delta_rule(
-            q.to(v.dtype),
-            k.to(v.dtype),
+            q,
+            k,
             v,
             log_decay,
             beta,

@@ -6,11 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
+from ccq.nn.feature_map import HedgehogFeatureMap
 from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, split_heads
 from ccq.nn.norm import RMSNormGated
 from ccq.nn.read import CurvatureConditionedQuery
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gla import gated_linear_attention
+
+FEATURE_MAPS = (None, "hedgehog")
 
 
 class GatedLinearAttention(nn.Module):
@@ -28,6 +31,10 @@ class GatedLinearAttention(nn.Module):
         The inner size of the projection that gives the decay.
     gate_logit_normalizer
         log decay = logsigmoid(..) / gate_logit_normalizer: the larger, the longer the memory at the start.
+    feature_map
+        "hedgehog" writes and reads learned features of the keys and queries in place of themselves: GLA-Hedgehog. The
+        heads share one map for q and one for k. The features of a head are as many as its channels, so that memory and
+        decay have the sizes of plain GLA. The read step sees the features, its gate the query before the head split.
     """
 
     def __init__(
@@ -41,9 +48,12 @@ class GatedLinearAttention(nn.Module):
         short_convolution: int | None = None,
         gate_low_rank_dim: int = 16,
         gate_logit_normalizer: float = 16,
+        feature_map: str | None = None,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}; got {feature_map!r}")
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.gate_logit_normalizer = gate_logit_normalizer
@@ -60,6 +70,13 @@ class GatedLinearAttention(nn.Module):
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, key_size)
         )
+        self.has_feature_map = feature_map is not None
+        if feature_map is not None:
+            self.feature_map_q = HedgehogFeatureMap(head_dim, head_dim)
+            self.feature_map_k = HedgehogFeatureMap(head_dim, head_dim)
+        # Features are 1 / D in size, and so is q . k. Without this factor the eps of the norm behind the memory would
+        # be what it sees of the first tokens.
+        self.scale = float(head_dim) if feature_map is not None else head_dim**-0.5
         self.g_norm_swish_gate = RMSNormGated(value_head_dim, eps=norm_eps)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
         self.read = check_read(read, num_heads, head_dim)
@@ -85,6 +102,8 @@ class GatedLinearAttention(nn.Module):
             (q, k, v), convolution = convolve(convolutions, (q, k, v), state, mask, cu_seqlens)
         presplit_query = q
         q, k, v = (split_heads(y, self.num_heads) for y in (q, k, v))
+        if self.has_feature_map:
+            q, k = self.feature_map_q(q), self.feature_map_k(k)
         log_decay = self.gk_proj(x)
         log_decay = F.logsigmoid(log_decay.to(accumulation_dtype(log_decay.dtype))) / self.gate_logit_normalizer
 
@@ -103,6 +122,7 @@ class GatedLinearAttention(nn.Module):
             k,
             v,
             split_heads(log_decay, self.num_heads),
+            scale=self.scale,
             state=None if state is None else state.memory,
             cu_seqlens=cu_seqlens,
             mask=mask,
