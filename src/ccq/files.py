@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +33,51 @@ def write_bytes_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 def write_json_atomically(path: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON, whole or not at all. NaN and infinities are refused: they are not JSON."""
     write_bytes_atomically(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """Hash of the file's content, in hexadecimal, read piece by piece."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def lock_folder(folder: str | os.PathLike[str], activity: str) -> Iterator[None]:
+    """Hold a folder for this process, through the file `.lock` in it. The lock ends with the process.
+
+    Args:
+        folder: it must exist.
+        activity: what is running in the folder, for the message, such as "comparison".
+
+    Raises:
+        ValueError: another process holds the folder.
+    """
+    folder = Path(folder)
+    with open(folder / ".lock", "w") as file:
+        try:
+            import fcntl
+        except ImportError:  # not on Windows, where two processes in one folder are not guarded against
+            yield
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another {activity} is running in {folder}; wait for it to end") from None
+        yield
+
+
+def setting_differences(found: Any, asked: Any, name: str = "") -> list[str]:
+    """The settings in which a folder differs from what is asked for, as text; both are JSON values."""
+    if isinstance(found, dict) and isinstance(asked, dict):
+        prefix = f"{name}." if name else ""
+        return [
+            line
+            for key in dict.fromkeys((*found, *asked))
+            for line in setting_differences(found.get(key), asked.get(key), prefix + key)
+        ]
+    if found == asked:
+        return []
+    return [f"{name} is {json.dumps(found)} there and {json.dumps(asked)} here"]

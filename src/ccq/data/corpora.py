@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import stat
+import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,12 +85,12 @@ def read_corpus(folder: Path | None = None, *, max_characters: int = DEFAULT_MAX
 
     texts: dict[str, str] = {}
     open_characters = max_characters
-    for name in sorted(names, key=lambda name: _hash("order", name)):
+    for name in sorted(names, key=lambda name: stable_hash("order", name)):
         if open_characters < max_characters / 100:
             break
         path = root / name
         try:
-            text = _read_text(path, open_characters)
+            text = read_text(path, open_characters)
         except ValueError:
             if folder is None:
                 continue
@@ -134,8 +135,12 @@ def _is_stdlib_source(name: str) -> bool:
     return name.endswith(".py") and not name.startswith(_STDLIB_GENERATED_PREFIX)
 
 
-def _read_text(path: Path, most_characters: int) -> str | None:
-    """The file as text; None, without reading it, when its size rules out that it has at most `most_characters`."""
+def read_text(path: Path, most_characters: int = sys.maxsize) -> str | None:
+    """The file as text; None, without reading it, when its size rules out that it has at most `most_characters`.
+
+    Raises:
+        ValueError: the file is binary, not UTF-8, or not readable.
+    """
     accepted = "every file of a corpus folder must be readable UTF-8 text"
     try:
         information = path.stat()
@@ -159,14 +164,14 @@ def _read_text(path: Path, most_characters: int) -> str | None:
         ) from error
 
 
-def _hash(purpose: str, name: str) -> int:
-    """64 bits; the purpose keeps the order under a cap independent of the split."""
-    return int.from_bytes(hashlib.sha256(f"{purpose}\0{name}".encode("utf-8", "surrogateescape")).digest()[:8], "big")
+def stable_hash(purpose: str, text: str) -> int:
+    """64 bits of a name or a text; the purpose keeps the order under a cap independent of the split."""
+    return int.from_bytes(hashlib.sha256(f"{purpose}\0{text}".encode("utf-8", "surrogateescape")).digest()[:8], "big")
 
 
 def _split(texts: dict[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-    by_hash = sorted(texts, key=lambda name: _hash("split", name))
-    held_out_count = sum(_hash("split", name) < HELD_OUT_FRACTION * 2**64 for name in by_hash)
+    by_hash = sorted(texts, key=lambda name: stable_hash("split", name))
+    held_out_count = sum(stable_hash("split", name) < HELD_OUT_FRACTION * 2**64 for name in by_hash)
     held_out_count = min(max(held_out_count, 1), len(by_hash) - 1)
 
     def part(names: list[str]) -> tuple[tuple[str, str], ...]:

@@ -178,6 +178,18 @@ class Tokenizer:
         """Read a file written by `save`. Raises ValueError naming the file when it is something else."""
         return cls.from_bytes(Path(path).read_bytes(), source=str(path))
 
+    def to_tokenizers(self) -> tokenizers.Tokenizer:
+        """All of it as a tokenizer of the `tokenizers` library, with the same ids. Unlike `encode`, that one takes text
+        which spells `<|recall|>` for the token.
+        """
+        bpe = tokenizers.Tokenizer.from_str(self._bpe.to_str())
+        words = [
+            tokenizers.AddedToken(f"<|{word}|>", special=word == SEPARATOR, normalized=False)
+            for word in self._special_words
+        ]
+        bpe.add_tokens(words)
+        return bpe
+
     @cached_property
     def sha256(self) -> str:
         """Hash of `to_bytes()`, in hexadecimal."""
@@ -225,14 +237,7 @@ def train_tokenizer(corpus: Corpus, *, vocabulary: int = 512, keys: int = 32, va
             f"vocabulary is {vocabulary}; it must hold {BYTES} bytes and {special} special tokens and fit uint16: "
             f"give {BYTES + special} to {LARGEST_VOCABULARY}"
         )
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary - special,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-    )
-    bpe = _byte_level(tokenizers.models.BPE())
-    bpe.train_from_iterator((text for _, text in corpus.train), trainer=trainer)
+    bpe = train_byte_level_bpe((text for _, text in corpus.train), vocabulary - special)
     model = json.loads(bpe.to_str())["model"]
     return Tokenizer(
         pieces=tuple(sorted(model["vocab"], key=model["vocab"].__getitem__)),
@@ -254,6 +259,21 @@ def _stream(documents: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> NDArr
             parts.append(np.array([tokenizer.separator], dtype=np.uint16))
         parts.append(np.array(ids, dtype=np.uint16))
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint16)
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocabulary: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE without special tokens, learned from `texts`: 256 bytes, then merges of pairs seen at least
+    twice, `vocabulary` pieces at most.
+    """
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+    )
+    bpe = _byte_level(tokenizers.models.BPE())
+    bpe.train_from_iterator(texts, trainer=trainer)
+    return bpe
 
 
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
