@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ccq.analysis import measure_reads
-from ccq.models.modeling import CausalLanguageModel
+from ccq.models.modeling import CCQForCausalLM
 from ccq.models.observation import observe_reads
 from ccq.models.presets import preset
 from ccq.train import initial_model
 
 
-def model_of(arm: str, **changes: object) -> CausalLanguageModel:
-    return initial_model(preset("tiny", arm, vocab_size=64, **changes), 0)
+def model_of(arm: str, **changes: object) -> CCQForCausalLM:
+    return initial_model(preset(f"{arm}-tiny", vocab_size=64, **changes), 0)
 
 
 def test_correction_is_the_covariance_of_the_keys_times_the_query() -> None:

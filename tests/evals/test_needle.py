@@ -44,8 +44,9 @@ class Reader(nn.Module):
         self.span, self.otherwise = span, otherwise
         self.calls: list[int] = []
 
-    def forward(self, tokens: Tensor, *, last_logits_only: bool = False) -> Any:
-        assert last_logits_only
+    def forward(self, tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
+        assert logits_to_keep == 1
+        assert not use_cache
         assert not self.training
         assert not torch.is_grad_enabled()
         self.calls.append(len(tokens))
@@ -78,7 +79,7 @@ def test_answers_of_the_windows_are_what_the_text_says() -> None:
 def test_the_whole_vocabulary_competes() -> None:
     """A text token with the largest logit is a wrong answer even when the right value leads the values."""
 
-    def distracted(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def distracted(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         logits = torch.zeros(len(tokens), 1, SIZE)
         for i, row in enumerate(tokens.tolist()):
             logits[i, 0, look_up(row)] = 1
@@ -90,7 +91,7 @@ def test_the_whole_vocabulary_competes() -> None:
 
 
 def test_only_the_last_position_counts_when_all_are_given() -> None:
-    def full(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def full(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         logits = torch.zeros(*tokens.shape, SIZE)
         logits[:, :-1, 5] = 9
         for i, row in enumerate(tokens.tolist()):
@@ -162,7 +163,7 @@ def test_wilson_interval_of_known_counts() -> None:
 
 
 def test_nan_and_empty_batches_are_refused() -> None:
-    def diverged(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def diverged(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         return SimpleNamespace(logits=torch.full((len(tokens), 1, SIZE), math.nan))
 
     with pytest.raises(ValueError, match=r"NaN logits for needle windows of length 48; was its training stable\?"):

@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
         self.frozen = nn.Dropout(0.5).eval()
         self.calls: list[tuple[int, int]] = []
 
-    def forward(self, tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def forward(self, tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         assert not self.training
         assert not torch.is_grad_enabled()
         assert tokens.dtype == torch.int64
@@ -75,7 +75,7 @@ def test_losses_agree_with_a_count_token_by_token() -> None:
 
 
 def test_uniform_model_has_the_vocabulary_as_perplexity() -> None:
-    def uniform(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def uniform(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         return SimpleNamespace(logits=torch.zeros(*tokens.shape, VOCABULARY))
 
     for result in evaluate(uniform):
@@ -86,7 +86,7 @@ def test_uniform_model_has_the_vocabulary_as_perplexity() -> None:
 def test_every_length_scores_the_same_tokens() -> None:
     """A model without memory cannot tell the lengths apart, because no token is left out at a window's start."""
 
-    def bigram(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def bigram(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         return SimpleNamespace(logits=TABLE[tokens])
 
     losses = [result["loss"] for result in evaluate(bigram, lengths=[1, 3, 48, 192])]
@@ -106,7 +106,7 @@ def test_batches_bound_what_the_model_sees_at_once() -> None:
 
 @given(st.integers(33, 500), st.integers(32, 500))
 def test_how_many_tokens_are_scored(available: int, max_tokens: int) -> None:
-    def uniform(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def uniform(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         return SimpleNamespace(logits=torch.zeros(*tokens.shape, VOCABULARY))
 
     expected = max(n for n in range(0, 500, 32) if n <= max_tokens and n + 1 <= available)
@@ -125,7 +125,7 @@ def test_one_window_has_no_standard_error() -> None:
 
 
 def test_low_precision_logits_are_scored_in_float32() -> None:
-    def half(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def half(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         return SimpleNamespace(logits=TABLE[tokens].bfloat16())
 
     (result,) = evaluate(half, lengths=[32])
@@ -150,7 +150,7 @@ def test_modes_are_restored_even_after_an_error() -> None:
 
 
 def test_a_model_that_diverged_is_named() -> None:
-    def diverged(tokens: Tensor, *, last_logits_only: bool = False) -> Any:
+    def diverged(tokens: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> Any:
         return SimpleNamespace(logits=torch.full((*tokens.shape, VOCABULARY), math.nan))
 
     with pytest.raises(ValueError, match=r"loss at length 8 is nan; .*was its training stable\?"):

@@ -10,7 +10,7 @@ import torch
 
 from ccq.data.needles import training_batch
 from ccq.data.tokenizer import NeedleVocabulary
-from ccq.models.configuration import ModelConfig
+from ccq.models.configuration import CCQConfig
 from ccq.models.presets import preset
 from ccq.train import Progress, Stage, TrainConfig, initial_model, train
 from ccq.train.checkpoint import load_checkpoint
@@ -22,9 +22,9 @@ TOKENS = np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16)
 CONFIG = TrainConfig(stages=(Stage(32, 2, 4), Stage(40, 2, 4)), warmup_steps=2, log_every=3, checkpoint_seconds=0)
 
 
-def model_config(arm: str) -> ModelConfig:
+def model_config(arm: str) -> CCQConfig:
     return preset(
-        "tiny", arm, vocab_size=64, hidden_size=16, num_layers=1, head_dim=8, value_head_dim=8, intermediate_size=16
+        f"{arm}-tiny", vocab_size=64, hidden_size=16, num_layers=1, head_dim=8, value_head_dim=8, intermediate_size=16
     )
 
 
@@ -116,7 +116,7 @@ def test_the_curve_has_its_points_and_the_losses_fall() -> None:
 
 def test_mean_gate_is_that_of_a_fixed_gate() -> None:
     tokens = torch.from_numpy(TOKENS[:20].astype(np.int64)).view(1, 20)
-    config = preset("tiny", "gla+ccq", vocab_size=64, gate=0.3)
+    config = preset("gla+ccq-tiny", vocab_size=64, gate=0.3)
     assert mean_gate(initial_model(config, 0), tokens) == pytest.approx(0.3)
     assert mean_gate(initial_model(model_config("gla"), 0), tokens) is None
 

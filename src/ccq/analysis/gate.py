@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ccq.evals.results import CorrectionResult, GateResult
-from ccq.models.modeling import CausalLanguageModel
+from ccq.models.modeling import CCQForCausalLM
 from ccq.models.observation import observe_reads
 
 HISTOGRAM_BINS = 50
@@ -20,7 +20,7 @@ class ReadMeasurement(NamedTuple):
 
 
 @torch.no_grad()
-def measure_reads(model: CausalLanguageModel, tokens: Tensor, *, batch_size: int = 16) -> ReadMeasurement | None:
+def measure_reads(model: CCQForCausalLM, tokens: Tensor, *, batch_size: int = 16) -> ReadMeasurement | None:
     """Gate and correction over tokens [B, T] int64; None for an arm without a read step.
 
     The size of the correction is the mean over tokens and heads of |lambda Sigma q| / |q|, q being the query before
@@ -32,7 +32,7 @@ def measure_reads(model: CausalLanguageModel, tokens: Tensor, *, batch_size: int
     sizes: list[list[Tensor]] = []
     for rows in tokens.split(batch_size):
         with observe_reads(model) as observed:
-            model(rows, last_logits_only=True)
+            model(rows, use_cache=False, logits_to_keep=1)
         seen = [layer[0] for layer in observed]
         gates.append([read.gate.float() for read in seen])
         sizes.append(

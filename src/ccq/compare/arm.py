@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -16,10 +17,12 @@ from ccq.analysis.gate import measure_reads
 from ccq.compare.folder import RunFolder
 from ccq.compare.settings import CompareSettings
 from ccq.data.needles import evaluation_windows
+from ccq.data.tokenizer import SEPARATOR
 from ccq.evals.needle import evaluate_needles, summarize_by_depth, summarize_by_length
 from ccq.evals.perplexity import evaluate_perplexity
 from ccq.files import write_json_atomically
-from ccq.models.modeling import CausalLanguageModel, load_model, save_model
+from ccq.models.modeling import CCQForCausalLM, load_model, save_model
+from ccq.models.text import save_tokenizer
 from ccq.train.loop import Progress, train
 
 EVALUATION_SEED = 0
@@ -55,7 +58,7 @@ def read_arm_result(folder: RunFolder, arm: str, seed: int) -> dict[str, Any]:
     return result
 
 
-def load_arm_model(folder: RunFolder, arm: str, seed: int) -> CausalLanguageModel:
+def load_arm_model(folder: RunFolder, arm: str, seed: int) -> CCQForCausalLM:
     return load_model(folder.arm(arm, seed) / "model")
 
 
@@ -66,13 +69,13 @@ def run_arm(path: str, settings: CompareSettings, arm: str, seed: int, events: Q
     """
     # An interrupt from the keyboard reaches every process; the parent deals with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
     torch.set_num_threads(1)
     last_told = 0.0
 
     def tell(progress: Progress) -> None:
         nonlocal last_told
-        if os.getppid() != parent:
+        if parent is not None and not parent.is_alive():
             os._exit(1)
         now = time.monotonic()
         if now - last_told > PROGRESS_SECONDS:
@@ -97,7 +100,7 @@ def _train_and_evaluate(
     checkpoint = own / "checkpoint.pt"
     config = settings.train
     trained = train(
-        settings.model_config(arm, tokenizer.vocabulary_size),
+        settings.model_config(arm, tokenizer),
         config,
         tokens.train,
         vocabulary,
@@ -108,6 +111,7 @@ def _train_and_evaluate(
     events.put(ArmEvent(arm, seed, "evaluating", config.steps))
     model = trained.model.eval()
     save_model(model, own / "model")
+    save_tokenizer(tokenizer.to_tokenizers(), own / "model", end=f"<|{SEPARATOR}|>")
 
     def needles() -> list[Any]:
         outcomes = []
@@ -142,7 +146,8 @@ def _train_and_evaluate(
         model.set_read("off")
         read_off = summarize_by_length(needles(), training_length=length)
         model.set_read("on")
-    state = model(text[:1, :1]).state
+    with torch.no_grad():
+        cache = model(text[:1, :1]).cache
     write_json_atomically(
         own / "result.json",
         {
@@ -150,7 +155,7 @@ def _train_and_evaluate(
             "seed": seed,
             "parameters": model.parameter_count,
             "read_parameters": model.read_parameter_count,
-            "state_bytes": state.state_bytes,
+            "state_bytes": cache.state_bytes,
             "training": {
                 "steps": config.steps,
                 "tokens": config.tokens,

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from ccq.compare.settings import CompareSettings
 from ccq.data.corpora import read_corpus
 from ccq.data.tokenizer import TokenizedCorpus, Tokenizer, tokenize, train_tokenizer
 from ccq.evals.results import CorpusResult
-from ccq.files import write_bytes_atomically, write_json_atomically
+from ccq.files import lock_folder, setting_differences, write_bytes_atomically, write_json_atomically
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class RunFolder:
             found = json.loads(file.read_bytes())
         except ValueError as error:
             raise ValueError(f"{file} is damaged ({error}); delete {self.path} or choose another --out") from error
-        different = _differences(found, asked)
+        different = setting_differences(found, asked)
         if different:
             raise ValueError(
                 f"{self.path} holds a comparison with other settings: {'; '.join(different)}. Choose another --out, or "
@@ -86,16 +85,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for this process; a second comparison in it is refused. The lock ends with the process."""
-        with open(self.path / ".lock", "w") as file:
-            try:
-                import fcntl
-            except ImportError:  # not on Windows, where two comparisons in one folder are not guarded against
-                yield
-                return
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"another comparison is running in {self.path}; wait for it to end") from None
+        with lock_folder(self.path, "comparison"):
             yield
 
     def prepare(self, settings: CompareSettings) -> None:
@@ -137,17 +127,3 @@ class RunFolder:
 
     def tokens(self) -> TokenizedCorpus:
         return TokenizedCorpus(np.load(self.path / "train.npy"), np.load(self.path / "held_out.npy"))
-
-
-def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
-    """The settings in which two folders differ, as text."""
-    if isinstance(found, dict) and isinstance(asked, dict):
-        prefix = f"{name}." if name else ""
-        return [
-            line
-            for key in dict.fromkeys((*found, *asked))
-            for line in _differences(found.get(key), asked.get(key), prefix + key)
-        ]
-    if found == asked:
-        return []
-    return [f"{name} is {json.dumps(found)} there and {json.dumps(asked)} here"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ccq.models.configuration import ARMS, ModelConfig, parse_arm
+from ccq.data.tokenizer import Tokenizer
+from ccq.models.configuration import ARMS, CCQConfig, parse_arm
 from ccq.models.presets import preset as model_preset
 from ccq.train.config import Stage, TrainConfig
 
@@ -20,9 +21,9 @@ class CompareSettings:
     preset: str
     """The preset these settings started from."""
     model: str
-    """Model preset, see `ccq.models.presets`."""
+    """Scale of the model presets, see `ccq.models.presets`."""
     train: TrainConfig
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = ("gla", "gla+ccq", "gated-deltanet", "gated-deltanet+ccq")
     seeds: int = 1
     """Seeds 0 ... seeds - 1, the same for every arm."""
     text: str | None = None
@@ -54,9 +55,11 @@ class CompareSettings:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
-    def model_config(self, arm: str, vocabulary: int) -> ModelConfig:
+    def model_config(self, arm: str, tokenizer: Tokenizer) -> CCQConfig:
         """The model of an arm for a tokenizer, which a small corpus can leave with fewer tokens than were asked for."""
-        return model_preset(self.model, arm, vocab_size=vocabulary)
+        return model_preset(
+            f"{arm}-{self.model}", vocab_size=tokenizer.vocabulary_size, eos_token_id=tokenizer.separator
+        )
 
     @property
     def lengths(self) -> list[int]:

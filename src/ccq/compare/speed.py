@@ -12,7 +12,7 @@ from ccq.compare.folder import RunFolder
 from ccq.compare.settings import CompareSettings
 from ccq.data.needles import training_batch
 from ccq.evals.results import DecodeResult
-from ccq.models.modeling import CausalLanguageModel
+from ccq.models.modeling import CCQForCausalLM
 from ccq.train.loop import make_optimizer, training_step
 
 ROUNDS = 9
@@ -70,12 +70,12 @@ def _measure(folder: RunFolder, settings: CompareSettings) -> dict[str, tuple[fl
 
 
 @torch.no_grad()
-def _decode_seconds(model: CausalLanguageModel, prompt: torch.Tensor) -> float:
+def _decode_seconds(model: CCQForCausalLM, prompt: torch.Tensor) -> float:
     """Seconds a token of greedy decoding after `prompt` [1, T]."""
-    output = model(prompt, last_logits_only=True)
+    output = model(prompt, use_cache=True, logits_to_keep=1)
     started = time.perf_counter()
     for _ in range(DECODE_TOKENS):
-        output = model(output.logits.argmax(-1), state=output.state, last_logits_only=True)
+        output = model(output.logits.argmax(-1), cache=output.cache, logits_to_keep=1)
     return (time.perf_counter() - started) / DECODE_TOKENS
 
 

@@ -36,8 +36,8 @@ def evaluate_needles(model: EvaluatedModel, windows: NeedleWindows, *, batch_siz
     position is the stated value's: there is no choice among values and no partial credit.
 
     Args:
-        model: see `EvaluatedModel`; called with `last_logits_only=True`, in eval mode on its own device, and its modes
-            are restored.
+        model: see `EvaluatedModel`; called with `logits_to_keep=1`, in eval mode on its own device, and its modes are
+            restored.
         windows: of one length.
         batch_size: windows in one call.
 
@@ -49,7 +49,7 @@ def evaluate_needles(model: EvaluatedModel, windows: NeedleWindows, *, batch_siz
     answers: list[torch.Tensor] = []
     with evaluation_mode(model) as device:
         for tokens in windows.tokens.split(batch_size):
-            logits = model(tokens.to(device), last_logits_only=True).logits[:, -1]
+            logits = model(tokens.to(device), use_cache=False, logits_to_keep=1).logits[:, -1]
             if logits.isnan().any():
                 raise ValueError(
                     f"the model gives NaN logits for needle windows of length {windows.length}; "

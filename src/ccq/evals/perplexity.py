@@ -24,13 +24,14 @@ class HasLogits(Protocol):
 
 
 class EvaluatedModel(Protocol):
-    """A language model as the evaluations call it: a module, or any callable of this form.
+    """A language model as the evaluations call it: any of transformers', this library's among them, or any callable of
+    this form.
 
-    tokens is int64 [B, T]. With `last_logits_only` the logits may be those of the last position alone, [B, 1,
-    vocabulary]; only `logits[:, -1]` is read then.
+    input_ids is int64 [B, T]. With `logits_to_keep=1` the logits may be those of the last position alone, [B, 1,
+    vocabulary]; only `logits[:, -1]` is read then. `use_cache` is False: no call is continued.
     """
 
-    def __call__(self, tokens: Tensor, *, last_logits_only: bool = False) -> HasLogits: ...
+    def __call__(self, input_ids: Tensor, *, use_cache: bool, logits_to_keep: int = 0) -> HasLogits: ...
 
 
 def evaluate_perplexity(
@@ -124,7 +125,7 @@ def _at_length(
     losses: list[float] = []
     for start in range(0, windows, batch_size):
         rows = slice(start, start + batch_size)
-        logits = model(torch.from_numpy(inputs[rows].astype(np.int64)).to(device)).logits
+        logits = model(torch.from_numpy(inputs[rows].astype(np.int64)).to(device), use_cache=False).logits
         expected = torch.from_numpy(targets[rows].astype(np.int64)).to(device)
         # Window by window: the float32 copy stays small, and the sums do not depend on the batch size.
         losses += [

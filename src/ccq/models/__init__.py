@@ -1,28 +1,28 @@
-"""The language model: configuration, presets, model, and the state it carries from call to call."""
+"""Language models in the Hugging Face way: configuration, presets, model, and the cache it carries from call to call.
 
-from ccq.models.configuration import ARMS, BACKBONES, READS, ModelConfig, parse_arm
-from ccq.models.modeling import (
-    CausalLanguageModel,
-    ModelOutput,
-    ModelState,
-    generate,
-    load_model,
-    load_state,
-    save_model,
-    save_state,
-)
+Importing this package tells transformers' Auto classes about model type "ccq".
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from ccq.models.cache import CCQCache, load_state, save_state
+from ccq.models.configuration import ARMS, BACKBONES, READS, CCQConfig, parse_arm
+from ccq.models.modeling import CCQForCausalLM, CCQModel, load_model, save_model
 from ccq.models.presets import PRESETS, preset
+
+AutoConfig.register(CCQConfig.model_type, CCQConfig)
+AutoModel.register(CCQConfig, CCQModel)
+AutoModelForCausalLM.register(CCQConfig, CCQForCausalLM)
 
 __all__ = [
     "ARMS",
     "BACKBONES",
     "PRESETS",
     "READS",
-    "CausalLanguageModel",
-    "ModelConfig",
-    "ModelOutput",
-    "ModelState",
-    "generate",
+    "CCQCache",
+    "CCQConfig",
+    "CCQForCausalLM",
+    "CCQModel",
     "load_model",
     "load_state",
     "parse_arm",

@@ -1,5 +1,5 @@
-"""A causal language model of linear-attention mixers: training, prefill and decode are one call, with or without a
-state.
+"""Causal language models of one mixer a block, in the Hugging Face way: training, prefill and decode are one call, with
+or without a cache.
 
 tokens -> embedding -> num_layers x block(norm, mixer, norm, SwiGLU) -> norm -> head. Parameter names follow
 flash-linear-attention's models.
@@ -11,142 +11,219 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils import logging as transformers_logging
 
-from ccq.files import write_bytes_atomically, write_json_atomically
-from ccq.models.configuration import ModelConfig
-from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, MixerState
+from ccq.models.cache import CACHE_NAME, CCQCache
+from ccq.models.configuration import CCQConfig
+from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, Mamba2, SoftmaxAttention
+from ccq.nn.mixers.common import LayerState
 from ccq.nn.mlp import SwiGLU
 from ccq.nn.read import CurvatureConditionedQuery
-from ccq.ops.checks import check_mask, values_can_be_read
-from ccq.ops.query import KeyStatistics
+from ccq.ops.checks import values_can_be_read
 
-STATE_FORMAT = "ccq-state/1"
-MODEL_FORMAT = "ccq-model/1"
-
-
-class ModelState(NamedTuple):
-    """What a model remembers of N sequences."""
-
-    layers: tuple[MixerState, ...]
-
-    def repeat(self, n: int) -> ModelState:
-        """Every sequence n times in a row: sequence i becomes i * n ... i * n + n - 1 (for beams and samples)."""
-        return self._map(lambda x: x.repeat_interleave(n, 0))
-
-    def select(self, indices: Tensor) -> ModelState:
-        """The sequences `indices` [M] int64, in this order, each as often as it is named: the surgery of a beam
-        search.
-        """
-        return self._map(lambda x: x.index_select(0, indices.to(x.device)))
-
-    @property
-    def state_bytes(self) -> int:
-        """The size of all tensors for all N sequences."""
-        return sum(x.numel() * x.element_size() for x in _state_tensors(self).values())
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> ModelState:
-        return _state_from_tensors({name: change(x) for name, x in _state_tensors(self).items()})
+# What transformers' callers pass to any model, and a loss function may take.
+_LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
+_IGNORED_LABEL = -100
 
 
-class ModelOutput(NamedTuple):
-    logits: Tensor
-    """[B, T, vocab], or [B, 1, vocab] with `last_logits_only`."""
-    state: ModelState
+class CCQModelOutput(BaseModelOutputWithPast):
+    """last_hidden_state [B, T, hidden]; cache; hidden_states where asked for."""
+
+    if CACHE_NAME != "cache":
+
+        @property
+        def cache(self) -> CCQCache | None:
+            return self.past_key_values
 
 
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = _make_mixer(config)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(
-        self, x: Tensor, *, state: MixerState | None, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, MixerState]:
-        mixed, state = self.attn(self.attn_norm(x), state=state, mask=mask, cu_seqlens=cu_seqlens)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
-
-
-class Backbone(nn.Module):
-    """Embedding, blocks and last norm: everything below the head."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-
-
-class CausalLanguageModel(nn.Module):
-    """A language model of one arm, with an untied head.
-
-    Linear layers and embeddings start from a normal distribution with standard deviation `initializer_range`, biases
-    from 0. A read step draws no random numbers: models of one seed that differ only in it share all other weights bit
-    for bit.
+class CCQCausalLMOutput(CausalLMOutputWithPast):
+    """loss where labels were given; logits [B, T, vocab], or of the kept positions; cache; hidden_states where asked
+    for.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    if CACHE_NAME != "cache":
+
+        @property
+        def cache(self) -> CCQCache | None:
+            return self.past_key_values
+
+
+def _gla(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+    return GatedLinearAttention(
+        *_sizes(config),
+        read=read,
+        short_convolution=config.short_convolution,
+        gate_logit_normalizer=config.gate_logit_normalizer,
+        feature_map="hedgehog" if config.backbone == "gla-hedgehog" else None,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _gated_deltanet(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+    assert config.short_convolution is not None
+    return GatedDeltaNet(
+        *_sizes(config),
+        read=read,
+        conv_size=config.short_convolution,
+        max_a=config.max_a,
+        dt_min=config.dt_min,
+        dt_max=config.dt_max,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _mamba2(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+    assert config.short_convolution is not None
+    return Mamba2(
+        *_sizes(config),
+        read=read,
+        num_groups=config.num_groups,
+        conv_size=config.short_convolution,
+        min_a=config.min_a,
+        max_a=config.max_a,
+        dt_min=config.dt_min,
+        dt_max=config.dt_max,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _transformer(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+    return SoftmaxAttention(*_sizes(config), read=read, num_kv_heads=config.num_kv_heads, rope_base=config.rope_base)
+
+
+MIXERS: dict[str, Callable[[CCQConfig, CurvatureConditionedQuery | None], nn.Module]] = {
+    "gla": _gla,
+    "gla-hedgehog": _gla,
+    "gated-deltanet": _gated_deltanet,
+    "mamba2": _mamba2,
+    "transformer": _transformer,
+}
+"""The mixer of every backbone of `ccq.models.BACKBONES`."""
+
+
+def _sizes(config: CCQConfig) -> tuple[int, int, int, int]:
+    return config.hidden_size, config.num_heads, config.head_dim, config.value_head_dim
+
+
+def make_read(config: CCQConfig) -> CurvatureConditionedQuery | None:
+    """The read step of one layer, or None for a backbone as it is."""
+    if config.read is None:
+        return None
+    # The heads of Mamba2 share keys and queries in groups, and so the statistics.
+    heads = config.num_groups if config.backbone == "mamba2" else config.num_heads
+    return CurvatureConditionedQuery(
+        heads, config.head_dim, gate=config.gate, centred=config.centred, keep_length=config.keep_length
+    )
+
+
+class Block(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) unless the blocks have none."""
+
+    def __init__(self, config: CCQConfig) -> None:
         super().__init__()
-        self.config = config
-        self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = MIXERS[config.backbone](config, make_read(config))
+        self.mlp_norm = self.mlp = None
+        if config.intermediate_size is not None:
+            self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self,
-        tokens: Tensor,
-        *,
-        state: ModelState | None = None,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        last_logits_only: bool = False,
-    ) -> ModelOutput:
-        """tokens [B, T] int64 -> logits of the next token and the state after the last one.
+        self, x: Tensor, state: LayerState | None, mask: Tensor | None, cu_seqlens: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, LayerState | None]:
+        # The state of softmax attention holds every key and value, and is made only where it is kept.
+        options = {"return_state": keep_state} if isinstance(self.attn, SoftmaxAttention) else {}
+        mixed, state = self.attn(self.attn_norm(x), state=state, mask=mask, cu_seqlens=cu_seqlens, **options)
+        x = x + mixed
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
 
-        mask [B, T]: 1 = real token; padding on the left, the right or both. cu_seqlens [N + 1]: boundaries of
-        documents packed into one row. state continues N sequences. `last_logits_only` computes the head at the last
-        position of each row only.
+
+class CCQPreTrainedModel(PreTrainedModel):
+    """What the model with and without head share: weights, files, and the switch of the read steps."""
+
+    config: CCQConfig
+    config_class = CCQConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 - transformers' own form
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    # Its memory cannot be rolled back, so transformers refuses the decoding methods that need that.
+    _is_stateful = True
+
+    def __init__(self, config: CCQConfig, *args: Any, **kwargs: Any) -> None:
+        config.check()
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Linear layers and embeddings from a normal distribution with standard deviation `initializer_range`, biases
+        0, norms 1, everything else as its module sets it. Loaded weights stay as they are.
+
+        A read step draws no random numbers: models of one seed that differ only in it share all other weights bit for
+        bit.
         """
-        self._check_tokens(tokens)
-        layers = self.model.layers
-        if state is not None and len(state.layers) != len(layers):
-            raise ValueError(f"state has {len(state.layers)} layers, but the model has {len(layers)}")
-        x = self.model.embeddings(tokens)
-        states = []
-        for i, layer in enumerate(layers):
-            x, after = layer(x, state=None if state is None else state.layers[i], mask=mask, cu_seqlens=cu_seqlens)
-            states.append(after)
-        if last_logits_only:
-            x = x[:, -1:]
-        return ModelOutput(self.lm_head(self.model.norm(x)), ModelState(tuple(states)))
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                init.zeros_(module.bias)
+            return
+        own = list(module.parameters(recurse=False))
+        reset = getattr(module, "reset_parameters", None)
+        if own and reset is not None and not any(getattr(p, "_is_hf_initialized", False) for p in own):
+            reset()
 
-    def _check_tokens(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64):
-            dtype = str(tokens.dtype).removeprefix("torch.")
-            raise ValueError(f"tokens must be an int64 tensor of shape [B, T], got {list(tokens.shape)} {dtype}")
-        if values_can_be_read(tokens) and tokens.numel():
-            low, high = (int(x) for x in torch.aminmax(tokens))
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"tokens must be in 0 ... {self.config.vocab_size - 1}, got values from {low} to {high}"
-                )
+    def post_init(self) -> None:
+        super().post_init()
+        self._marked = [name for name, p in self.named_parameters() if getattr(p, "_no_weight_decay", False)]
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers' own, but strict: weights that are missing, unexpected or of another shape are an error that
+        names them. `ignore_mismatched_sizes=True` lets other shapes pass.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        tolerant = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
+        wrong += [f"unexpected {name}" for name in sorted(info["unexpected_keys"])]
+        if not tolerant:
+            wrong += [
+                f"{name} has shape {list(found)}, the configuration asks for {list(asked)}"
+                for name, found, asked in sorted(info["mismatched_keys"])
+            ]
+        if wrong:
+            raise ValueError(
+                f"the weights in {pretrained_model_name_or_path} do not fit its configuration, arm "
+                f"{model.config.arm!r}: {'; '.join(wrong)}. Load them with the configuration they were saved with"
+            )
+        # Loading puts new parameters in place, without the marks of the old ones.
+        parameters = dict(model.named_parameters())
+        for name in model._marked:
+            parameters[name]._no_weight_decay = True
+        return (model, info) if with_info else model
 
     def read_steps(self) -> list[CurvatureConditionedQuery]:
         """The read steps, from the first layer to the last; empty for an arm without."""
@@ -174,158 +251,311 @@ class CausalLanguageModel(nn.Module):
         return sum(parameter.numel() for read in self.read_steps() for parameter in read.parameters())
 
 
-def _make_mixer(config: ModelConfig) -> GatedLinearAttention | GatedDeltaNet:
-    read = None
-    if config.read == "ccq":
-        read = CurvatureConditionedQuery(
-            config.num_heads, config.head_dim, gate=config.gate, centred=config.centred, keep_length=config.keep_length
+class CCQModel(CCQPreTrainedModel):
+    """Embedding, blocks and last norm: everything below the head."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: CCQConfig) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: CCQCache | None = None,
+        past_key_values: CCQCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        **others: Any,
+    ) -> CCQModelOutput:
+        """See `CCQForCausalLM.forward`. hidden_states are the embeddings and the output of each block, the last one
+        behind the last norm.
+        """
+        _refuse_others(others)
+        x = self._embed(input_ids, inputs_embeds)
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are two names of one argument; give one of them")
+        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if cache is None and use_cache:
+            cache = CCQCache(self.config)
+        if cache is not None:
+            _check_cache(cache, len(self.layers))
+        mask = None if attention_mask is None else _own_columns(attention_mask, x, cache)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
+        hidden_states = []
+        for i, layer in enumerate(self.layers):
+            if output_hidden_states:
+                hidden_states.append(x)
+            state = None if cache is None else cache.layers[i].lend()
+            x, state = layer(x, state, mask, cu_seqlens, cache is not None)
+            if cache is not None:
+                cache.layers[i].update(state)
+        x = self.norm(x)
+        if cache is not None:
+            cache.advance(x.shape[1], x.device)
+        return CCQModelOutput(
+            last_hidden_state=x,
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
+            **{CACHE_NAME: cache},
         )
-    sizes = (config.hidden_size, config.num_heads, config.head_dim, config.value_head_dim)
-    if config.backbone == "gla":
-        return GatedLinearAttention(
-            *sizes,
-            read=read,
-            short_convolution=config.short_convolution,
-            gate_logit_normalizer=config.gate_logit_normalizer,
-            norm_eps=config.norm_eps,
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None
+        if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+            dtype = str(input_ids.dtype).removeprefix("torch.")
+            raise ValueError(f"input_ids must be an int64 tensor of shape [B, T], got {list(input_ids.shape)} {dtype}")
+        if values_can_be_read(input_ids) and input_ids.numel():
+            low, high = (int(x) for x in torch.aminmax(input_ids))
+            if low < 0 or high >= self.embeddings.num_embeddings:
+                raise ValueError(
+                    f"input_ids must be in 0 ... {self.embeddings.num_embeddings - 1}, got values from {low} to {high}"
+                )
+        return self.embeddings(input_ids)
+
+
+class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
+    """A language model of one arm."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: CCQConfig) -> None:
+        super().__init__(config)
+        self.model = CCQModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        rows = self.model.embeddings.weight.shape
+        if self.config.tie_word_embeddings and value.weight.shape != rows:
+            raise ValueError(
+                f"the head is tied to embeddings of shape {list(rows)}, so it cannot have shape "
+                f"{list(value.weight.shape)}; resize both with resize_token_embeddings, or do not tie them"
+            )
+        self.lm_head = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: CCQCache | None = None,
+        past_key_values: CCQCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        **others: Any,
+    ) -> CCQCausalLMOutput:
+        """Tokens -> logits of the next ones, the loss if there are labels, and the cache after the last token.
+
+        Args:
+            input_ids: [B, T] int64; or inputs_embeds [B, T, hidden] in their place.
+            attention_mask: [B, T], 1 = real token, 0 = padding on the left, the right or both; or [B, P + T] with the
+                P positions that the cache has read already, of which nothing is used.
+            cache: from an earlier call, continued and overwritten; `past_key_values` is its older name.
+            labels: [B, T], shifted inside; -100 is ignored. The first token of a packed document has nothing that
+                could predict it and is ignored too.
+            use_cache: make a cache if none is given. None takes the configuration's value, but False in training.
+            logits_to_keep: compute the head at the last positions only; 0 for all, or their indices.
+            cu_seqlens: [N + 1] boundaries of documents packed into one row, B = 1; they do not see each other. The
+                cache then has N sequences.
+            others: for the loss: num_items_in_batch (divide the sum of losses by it), ignore_index, shift_labels.
+        """
+        for_loss = {name: others.pop(name) for name in _LOSS_ARGUMENTS if name in others}
+        output: CCQModelOutput = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            cache=cache,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+            return_dict=True,
+            **others,
         )
-    assert config.short_convolution is not None
-    return GatedDeltaNet(
-        *sizes,
-        read=read,
-        conv_size=config.short_convolution,
-        max_a=config.max_a,
-        dt_min=config.dt_min,
-        dt_max=config.dt_max,
-        norm_eps=config.norm_eps,
-    )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            if cu_seqlens is not None:
+                starts = cu_seqlens[:-1].to(torch.int64)
+                labels = labels.index_fill(1, starts[starts < labels.shape[1]], _IGNORED_LABEL)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **for_loss)
+        return CCQCausalLMOutput(
+            loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE_NAME: output.cache}
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """`generate` is to start with this library's cache; cache_implementation "static" lets it compile the step."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not mask[:, -1].all():
+            raise ValueError(
+                "attention_mask must end with a real token in every row: pad prompts on the left "
+                "(tokenizer.padding_side = 'left')"
+            )
+        if model_kwargs.get(CACHE_NAME) is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            return
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic", "static"):
+            raise ValueError(f'cache_implementation must be "dynamic" or "static" for this model, got {asked!r}')
+        if asked == "static" and self.config.backbone == "transformer":
+            raise ValueError(
+                'the state of backbone "transformer" grows with every token, so cache_implementation="static" does not '
+                "fit it; leave it out"
+            )
+        model_kwargs[CACHE_NAME] = CCQCache(self.config, static=asked == "static")
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """`generate` would make square masks for a static cache; this model takes them as they are, [B, T]."""
+        return attention_mask
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        new = kwargs.get("next_sequence_length")
+        if new is not None and new < 1:
+            raise ValueError(
+                f"the cache has read {kwargs[CACHE_NAME].get_seq_length()} positions and input_ids has "
+                f"{input_ids.shape[1]}: give the whole text, of which the cache has read the first part, or only the "
+                "new tokens with an attention_mask [B, positions read + new tokens]"
+            )
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        if new == 1 and not kwargs.get("is_first_iteration") and inputs.get(CACHE_NAME) is not None:
+            # A generated token is real; what was padding before it is past.
+            inputs["attention_mask"] = None
+        return inputs
 
 
-@torch.no_grad()
-def generate(model: CausalLanguageModel, tokens: Tensor, *, max_new_tokens: int, mask: Tensor | None = None) -> Tensor:
-    """Greedy continuation: tokens [B, T] -> the next tokens [B, max_new_tokens].
-
-    Prompts of different lengths are padded on the left: mask [B, T], 1 = real token. A row's continuation does not
-    depend on the other rows.
-    """
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must have shape [B, T] with at least one token, got {list(tokens.shape)}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    if mask is not None and not check_mask(mask, tokens.shape[0], tokens.shape[1], tokens)[:, -1].all():
-        raise ValueError("mask must end with a real token in every row: pad prompts on the left")
-    new: list[Tensor] = []
-    state = None
-    for _ in range(max_new_tokens):
-        output = model(tokens, state=state, mask=mask, last_logits_only=True)
-        tokens, state, mask = output.logits.argmax(-1), output.state, None
-        new.append(tokens)
-    return torch.cat(new, 1) if new else tokens[:, :0]
+def _refuse_others(others: dict[str, Any]) -> None:
+    """Arguments that callers of transformers' models may pass must not be lost in silence."""
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name == "position_ids":
+            raise TypeError(
+                "position_ids are not taken: positions follow from attention_mask, or from cu_seqlens (boundaries "
+                "[N + 1]) for documents packed into one row"
+            )
+        raise TypeError(f"forward got an argument that this model does not take: {name}")
 
 
-def save_state(state: ModelState, path: str | os.PathLike[str]) -> None:
-    """Write a state to one safetensors file, whole or not at all."""
-    tensors = {name: x.detach().contiguous() for name, x in _state_tensors(state).items()}
-    metadata = {"format": STATE_FORMAT, "layers": str(len(state.layers))}
-    write_bytes_atomically(path, safetensors.torch.save(tensors, metadata))
+def _check_cache(cache: CCQCache, layers: int) -> None:
+    if not isinstance(cache, CCQCache):
+        raise TypeError(
+            f"cache must be a CCQCache, got {type(cache).__name__}; make one with CCQCache(model.config), or give none"
+        )
+    if len(cache.layers) != layers:
+        raise ValueError(f"cache has {len(cache.layers)} layers, but the model has {layers}")
 
 
-def load_state(path: str | os.PathLike[str]) -> ModelState:
-    """Read what `save_state` wrote, bit for bit, to the CPU."""
-    tensors, metadata = _read_safetensors(path, STATE_FORMAT, "a model state written by save_state")
-    try:
-        state = _state_from_tensors(tensors)
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error.args[0]} of a model state; write it again with save_state") from None
-    if str(len(state.layers)) != metadata.get("layers"):
+def _own_columns(attention_mask: Tensor, x: Tensor, cache: CCQCache | None) -> Tensor | None:
+    """The part of the mask [B, T] that belongs to the tokens of this call; None where all are known to be real."""
+    rows, tokens = x.shape[:2]
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < tokens:
         raise ValueError(
-            f"{path} holds {len(state.layers)} of {metadata.get('layers')} layers; write it again with save_state"
+            f"attention_mask must have shape [B, T] = {[rows, tokens]}, or [B, positions read + T]; got "
+            f"{list(attention_mask.shape)}"
         )
-    return state
+    before = attention_mask.shape[1] - tokens
+    if before and values_can_be_read(x):
+        read = 0 if cache is None else cache.get_seq_length()
+        if before != read:
+            raise ValueError(
+                f"attention_mask has {before} columns in front of the {tokens} tokens, but the cache has read {read} "
+                "positions"
+            )
+    mask = attention_mask[:, before:]
+    return None if values_can_be_read(mask) and mask.all() else mask
 
 
-def save_model(model: CausalLanguageModel, folder: str | os.PathLike[str]) -> None:
-    """Write config.json and model.safetensors into `folder`, which is made if need be; each file whole or not at
-    all.
+def save_model(model: CCQPreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    """`model.save_pretrained(folder)`, each file whole or not at all. `options` are save_pretrained's."""
+    with _no_progress_bars():
+        written = write_whole(folder, partial(model.save_pretrained, **options))
+    # Weights of an earlier model in other shards would be taken for those of this one.
+    for path in Path(folder).glob("model*.safetensors*"):
+        if path.name not in written:
+            path.unlink()
+
+
+def write_whole(folder: str | os.PathLike[str], write: Callable[[Path], Any]) -> set[str]:
+    """Let `write` fill a folder of its own, then move its files into `folder`, which is made if need be. A kill leaves
+    of each file the old one or the new one. Returns the names.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.detach().contiguous() for name, x in model.state_dict().items()}
-    write_bytes_atomically(folder / "model.safetensors", safetensors.torch.save(tensors, {"format": MODEL_FORMAT}))
-    write_json_atomically(folder / "config.json", model.config.to_dict())
+    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    try:
+        write(staging)
+        paths = sorted(staging.iterdir())
+        for path in paths:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        for path in paths:
+            os.replace(path, folder / path.name)
+        return {path.name for path in paths}
+    finally:
+        shutil.rmtree(staging)
 
 
-def load_model(folder: str | os.PathLike[str]) -> CausalLanguageModel:
-    """Read what `save_model` wrote, bit for bit and in the stored dtypes, to the CPU. The random streams are left as
-    they were.
+def load_model(folder: str | os.PathLike[str], **options: Any) -> CCQForCausalLM:
+    """`CCQForCausalLM.from_pretrained(folder)`, from this disk only, without a progress bar, and with the random
+    streams left as they were. `options` are from_pretrained's, such as dtype and device_map.
     """
-    folder = Path(folder)
-    path = folder / "config.json"
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no model: {path} does not exist; write one with save_model")
     try:
-        config = ModelConfig.from_dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} holds no model: {path} does not exist; write one with save_model") from None
-    except (ValueError, TypeError) as error:
+        values = json.loads(path.read_text())
+        if values.pop("model_type", "ccq") != "ccq":
+            raise ValueError("it belongs to a model of another library")
+        CCQConfig.from_dict(values)
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a model configuration: {error}") from error
-    tensors, _ = _read_safetensors(folder / "model.safetensors", MODEL_FORMAT, "weights written by save_model")
-    with torch.random.fork_rng(devices=[]):
-        model = CausalLanguageModel(config)
-    expected = model.state_dict()
-    wrong = [f"missing {name}" for name in expected if name not in tensors]
-    wrong += [f"unexpected {name}" for name in tensors if name not in expected]
-    wrong += [
-        f"{name} has shape {list(tensors[name].shape)}, the configuration asks for {list(x.shape)}"
-        for name, x in expected.items()
-        if name in tensors and tensors[name].shape != x.shape
-    ]
-    if wrong:
-        raise ValueError(f"{folder / 'model.safetensors'} does not fit {path}: {'; '.join(wrong)}")
-    for name, parameter in model.named_parameters():
-        # In place of load_state_dict, which would convert to float32 (or, assigning, drop the marks of the parameters).
-        parameter.data = tensors[name]
-    return model
+    with _no_progress_bars(), torch.random.fork_rng(devices=[]):
+        model: CCQForCausalLM = CCQForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+        return model
 
 
-def _read_safetensors(
-    path: str | os.PathLike[str], expected: str, what: str
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and metadata of a file whose metadata names the format `expected`."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file; expected {what}")
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged or is not a safetensors file ({error}); expected {what}") from error
-    if metadata.get("format") != expected:
-        raise ValueError(f"{path} is not {what}: its format is {metadata.get('format')!r}, accepted: {expected!r}")
-    return tensors, metadata
-
-
-def _state_tensors(state: ModelState) -> dict[str, Tensor]:
-    """The tensors of a state under the names they have in a file."""
-    tensors: dict[str, Tensor] = {}
-    for i, layer in enumerate(state.layers):
-        tensors[f"layers.{i}.memory"] = layer.memory
-        if layer.statistics is not None:
-            for name, x in layer.statistics._asdict().items():
-                tensors[f"layers.{i}.statistics.{name}"] = x
-        for j, x in enumerate(layer.convolution or ()):
-            tensors[f"layers.{i}.convolution.{j}"] = x
-    return tensors
-
-
-def _state_from_tensors(tensors: dict[str, Tensor]) -> ModelState:
-    """The inverse of `_state_tensors`. Raises KeyError with the name of a tensor that is not there."""
-    layers: list[MixerState] = []
-    while any(name.startswith(f"layers.{len(layers)}.") for name in tensors):
-        prefix = f"layers.{len(layers)}."
-        statistics = None
-        if any(name.startswith(f"{prefix}statistics.") for name in tensors):
-            statistics = KeyStatistics(*(tensors[f"{prefix}statistics.{name}"] for name in KeyStatistics._fields))
-        convolution = None
-        if any(name.startswith(f"{prefix}convolution.") for name in tensors):
-            convolution = tuple(tensors[f"{prefix}convolution.{j}"] for j in range(3))
-        layers.append(MixerState(tensors[f"{prefix}memory"], statistics, convolution))
-    return ModelState(tuple(layers))
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ccq.models.modeling import CausalLanguageModel
+from ccq.models.modeling import CCQPreTrainedModel
 from ccq.nn.read import ReadObservation
 
 
 @contextmanager
-def observe_reads(model: CausalLanguageModel) -> Iterator[list[list[ReadObservation]]]:
+def observe_reads(model: CCQPreTrainedModel) -> Iterator[list[list[ReadObservation]]]:
     """Inside the block, one list per layer collects what its read step did at every call; empty for an arm without."""
     reads = model.read_steps()
     observed: list[list[ReadObservation]] = [[] for _ in reads]

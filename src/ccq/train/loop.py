@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ccq.data.needles import NeedleBatch, training_batch
 from ccq.data.tokenizer import NeedleVocabulary
-from ccq.models.configuration import ModelConfig
-from ccq.models.modeling import CausalLanguageModel
+from ccq.models.configuration import CCQConfig
+from ccq.models.modeling import CCQForCausalLM
 from ccq.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ccq.train.config import TrainConfig
 from ccq.train.metrics import mean_gate
@@ -34,29 +34,29 @@ class Progress(NamedTuple):
 
 
 class TrainedModel(NamedTuple):
-    model: CausalLanguageModel
+    model: CCQForCausalLM
     curve: list[dict[str, Any]]
     """Points of the training curve, as `ccq.evals.results.TrainingPoint`."""
     seconds: float
     """Time spent in training, in all sittings."""
 
 
-def initial_model(config: ModelConfig, seed: int) -> CausalLanguageModel:
+def initial_model(config: CCQConfig, seed: int) -> CCQForCausalLM:
     """The model of a seed before the first step. The caller's random stream is left as it was.
 
     The read step draws nothing, so both arms of a pair start from the same weights bit for bit.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return CausalLanguageModel(config)
+        return CCQForCausalLM(config)
 
 
-def losses(model: CausalLanguageModel, batch: NeedleBatch) -> tuple[Tensor, Tensor]:
+def losses(model: CCQForCausalLM, batch: NeedleBatch) -> tuple[Tensor, Tensor]:
     """Mean loss over text targets and mean loss over answers, in nats.
 
     Each has its own mean: four answers in a window would be lost in a mean over all of its tokens.
     """
-    logits = model(batch.inputs).logits
+    logits = model(batch.inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
     text, answer = batch.text.flatten(), batch.answer.flatten()
     return loss[text].mean(), loss[answer].mean()
@@ -77,7 +77,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def training_step(
-    model: CausalLanguageModel, optimizer: torch.optim.Optimizer, batch: NeedleBatch, config: TrainConfig
+    model: CCQForCausalLM, optimizer: torch.optim.Optimizer, batch: NeedleBatch, config: TrainConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One optimizer step. Returns text loss, answer loss and the gradient norm before clipping."""
     text_loss, answer_loss = losses(model, batch)
@@ -89,7 +89,7 @@ def training_step(
 
 
 def train(
-    model_config: ModelConfig,
+    model_config: CCQConfig,
     config: TrainConfig,
     tokens: NDArray[np.integer[Any]],
     vocabulary: NeedleVocabulary,

@@ -1,0 +1,184 @@
+"""The cache: its surgery, its addresses, and its file."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from tests.helpers import assert_close
+from tests.models.small import CASES, assert_same_cache, make, random_tokens
+
+from ccq.models import ARMS, CCQCache, load_state, save_state
+from ccq.nn.mixers import map_state, state_tensors
+
+LINEAR = [arm for arm in ARMS if arm != "transformer"]
+
+
+def addresses(cache: CCQCache) -> list[int]:
+    return [x.data_ptr() for layer in cache.layers for x in state_tensors(layer.state).values()]
+
+
+@pytest.mark.parametrize(("arm", "read"), CASES)
+@torch.no_grad()
+def test_repeat_select_and_reorder_move_whole_sequences(arm: str, read: str) -> None:
+    model, tokens, more = make(arm, read=read), random_tokens(3, 6), random_tokens(6, 2)
+    cache = model(tokens).cache
+    for method, argument, rows in (
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+        ("batch_select_indices", torch.tensor([2, 0, 0, 1, 2, 2]), [2, 0, 0, 1, 2, 2]),
+        ("reorder_cache", torch.tensor([1, 1, 0]), [1, 1, 0]),
+        ("batch_select_indices", torch.tensor([True, False, True]), [0, 2]),
+    ):
+        changed = copy.deepcopy(cache)
+        getattr(changed, method)(argument)
+        assert changed.batch_size == len(rows)
+        next_tokens = more[: len(rows)]
+        expected = model(torch.cat((tokens[rows], next_tokens), 1))
+        assert_close("continued", model(next_tokens, cache=changed).logits, expected.logits[:, 6:], 1e-12)
+        assert_same_cache(changed, expected.cache, 1e-12)
+
+
+@pytest.mark.parametrize("arm", LINEAR)
+@torch.no_grad()
+def test_addresses_stay(arm: str) -> None:
+    model = make(arm, torch.float32)
+    cache = model(random_tokens(2, 5)).cache
+    before = addresses(cache)
+    model(random_tokens(2, 1), cache=cache)
+    model(random_tokens(2, 4), cache=cache)
+    model(random_tokens(2, 1), attention_mask=torch.tensor([[1], [0]]), cache=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    cache.reset()
+    tokens = random_tokens(2, 3)
+    output = model(tokens, cache=cache)
+    assert addresses(cache) == before
+    fresh = model(tokens)
+    assert_close("after reset", output.logits, fresh.logits, 1e-6)
+    assert_same_cache(cache, fresh.cache, 1e-6)
+    assert cache.get_seq_length() == 3
+
+
+@torch.no_grad()
+def test_a_reset_transformer_starts_again() -> None:
+    model, tokens = make("transformer"), random_tokens(2, 3)
+    cache = model(random_tokens(2, 5)).cache
+    cache.reset()
+    assert_close("after reset", model(tokens, cache=cache).logits, model(tokens).logits, 1e-12)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_gradients_reach_back_through_a_cache(arm: str) -> None:
+    model, tokens = make(arm), random_tokens(2, 9)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(tokens).logits[:, 4:].square().sum(), parameters)
+    cache = CCQCache(model.config)
+    model(tokens[:, :4], cache=cache)
+    first = model(tokens[:, 4:8], cache=cache)
+    second = model(tokens[:, 8:], cache=cache)
+    loss = first.logits.square().sum() + second.logits.square().sum()
+    for (name, _), a, b in zip(model.named_parameters(), torch.autograd.grad(loss, parameters), expected, strict=True):
+        assert_close(name, a, b, 1e-9)
+
+
+@torch.no_grad()
+def test_a_state_of_one_sequence_does_not_spread_over_a_batch() -> None:
+    model = make("gla+ccq")
+    four, one = model(random_tokens(4, 3)).cache, model(random_tokens(1, 3)).cache
+    before = copy.deepcopy(four)
+    with pytest.raises(ValueError, match="a state of other sequences cannot take the place of this one"):
+        four.layers[0].update(one.layers[0].state)
+    assert_same_cache(four, before, 0.0)
+    with pytest.raises(ValueError, match="state belongs to 1 sequences, but the input has 4"):
+        model(random_tokens(4, 1), cache=one)
+
+
+@torch.no_grad()
+def test_a_copy_is_a_branch() -> None:
+    model, tokens = make("gated-deltanet+ccq"), random_tokens(1, 5)
+    cache = model(tokens).cache
+    branch = copy.deepcopy(cache)
+    model(random_tokens(1, 1), cache=branch)
+    more = random_tokens(1, 1)
+    expected = model(torch.cat((tokens, more), 1)).logits[:, 5:]
+    assert_close("trunk", model(more, cache=cache).logits, expected, 1e-12)
+
+
+def test_a_cache_cannot_be_cropped() -> None:
+    cache = CCQCache(make("gla").config)
+    with pytest.raises(NotImplementedError, match=r"cannot be cropped: .* Copy it"):
+        cache.crop(-1)
+    assert not cache.layers[0].is_croppable
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("arm", "read"), CASES)
+@torch.no_grad()
+def test_a_saved_state_continues_bit_for_bit(arm: str, read: str, tmp_path: Path) -> None:
+    model, tokens, more = make(arm, torch.float32, read), random_tokens(3, 6), random_tokens(3, 5)
+    cache = model(tokens).cache
+    save_state(cache, tmp_path / "state.safetensors", model)
+    loaded = load_state(tmp_path / "state.safetensors", model)
+    assert_same_cache(loaded, cache, 0.0)
+    assert loaded.get_seq_length() == 6
+    expected, got = model(more, cache=cache), model(more, cache=loaded)
+    assert torch.equal(got.logits, expected.logits)
+    assert_same_cache(got.cache, expected.cache, 0.0)
+
+
+@torch.no_grad()
+def test_a_state_without_convolutions_is_saved_too(tmp_path: Path) -> None:
+    model = make("gla+ccq", short_convolution=None)
+    cache = model(random_tokens(2, 3)).cache
+    save_state(cache, tmp_path / "state.safetensors", model)
+    loaded = load_state(tmp_path / "state.safetensors", model)
+    assert loaded.layers[0].state.convolution is None
+    assert_same_cache(loaded, cache, 0.0)
+
+
+@torch.no_grad()
+def test_files_that_are_no_state_are_explained(tmp_path: Path) -> None:
+    model = make("gla+ccq", torch.float32)
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_state(path, model)
+    with pytest.raises(ValueError, match="the cache is empty"):
+        save_state(CCQCache(model.config), path, model)
+    save_state(model(random_tokens(2, 3)).cache, path, model)
+    # The same weights in another precision are the same model; other weights are not.
+    assert load_state(path, copy.deepcopy(model).to(torch.bfloat16)).batch_size == 2
+    with pytest.raises(ValueError, match="was made by another model"):
+        load_state(path, make("gla+ccq", torch.float32))
+    data = path.read_bytes()
+    for damaged in (b"", b"text, not tensors", data[:50], data[: len(data) // 2], data + b"x"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged or is not a safetensors file"):
+            load_state(path, model)
+    path.write_bytes(data)
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load(data)
+    for name, message in (
+        ("layers.1.statistics.total", "lacks layers.1.statistics.total"),
+        ("layers.1.", "1 of 2 layers"),
+    ):
+        kept = {key: value for key, value in tensors.items() if not key.startswith(name)}
+        path.write_bytes(safetensors.torch.save(kept, metadata))
+        with pytest.raises(ValueError, match=message):
+            load_state(path, model)
+    path.write_bytes(safetensors.torch.save(tensors, {**metadata, "format": "pt"}))
+    with pytest.raises(ValueError, match="its format is 'pt', accepted: 'ccq-state/2'"):
+        load_state(path, model)
+
+
+@torch.no_grad()
+def test_the_size_of_a_cache() -> None:
+    model = make("gla+ccq", torch.float32, short_convolution=None)
+    cache = model(random_tokens(3, 5)).cache
+    # Two layers, two heads: memories 4 x 6, second moments 4 x 4 and totals 4 in float32, and a count.
+    assert cache.state_bytes == 3 * 2 * (4 * 2 * (4 * 6 + 4 * 4 + 4) + 8)
+    halved = map_state(cache.layers[0].state, lambda x: x[:1])
+    assert sum(x.numel() for x in state_tensors(halved).values()) == 2 * (4 * 6 + 4 * 4 + 4) + 1
