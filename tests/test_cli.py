@@ -15,7 +15,7 @@ from ccq.cli import main
     ("arguments", "message"),
     [
         (["--preset", "tinny"], r"ccq: unknown preset 'tinny' \(did you mean 'tiny'\?\); accepted: tiny, smoke"),
-        (["--arms", "gla,mamba"], "ccq: unknown arm 'mamba'.*gla, gla.ccq, gated-deltanet, gated-deltanet.ccq"),
+        (["--arms", "gla,mamba"], "ccq: unknown arm 'mamba'.*gla, gla.ccq, gla-hedgehog"),
         (["--text", "/no/such/folder"], "ccq: .*folder /no/such/folder: it does not exist"),
     ],
 )

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ccq.models import CausalLanguageModel, ModelConfig
+    from ccq.models import CCQConfig, CCQForCausalLM
     from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention
     from ccq.ops.gated_delta_rule import gated_delta_rule
     from ccq.ops.gla import gated_linear_attention
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CausalLanguageModel": "ccq.models",
+    "CCQConfig": "ccq.models",
+    "CCQForCausalLM": "ccq.models",
     "CurvatureConditionedQuery": "ccq.nn",
     "GatedDeltaNet": "ccq.nn",
     "GatedLinearAttention": "ccq.nn",
     "KeyStatistics": "ccq.ops.query",
-    "ModelConfig": "ccq.models",
     "curvature_conditioned_query": "ccq.ops.query",
     "gated_delta_rule": "ccq.ops.gated_delta_rule",
     "gated_linear_attention": "ccq.ops.gla",
 }
 
 __all__ = [
-    "CausalLanguageModel",
+    "CCQConfig",
+    "CCQForCausalLM",
     "CurvatureConditionedQuery",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "KeyStatistics",
-    "ModelConfig",
     "curvature_conditioned_query",
     "gated_delta_rule",
     "gated_linear_attention",

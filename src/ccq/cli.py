@@ -7,8 +7,14 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ccq import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ccq.data.shards import TokenFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,7 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ccq {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
+    _add_data(commands)
     _add_bench(commands)
+    _add_models(commands)
+    _add_generate(commands)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
@@ -51,7 +60,9 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--preset", default="tiny", help="sizes and lengths: tiny (minutes) or smoke (seconds)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where everything is written")
     parser.add_argument(
-        "--arms", metavar="A,B,...", help="BACKBONE or BACKBONE+READ: gla, gla+ccq, gated-deltanet, gated-deltanet+ccq"
+        "--arms",
+        metavar="A,B,...",
+        help="BACKBONE or BACKBONE+READ; default: gla,gla+ccq,gated-deltanet,gated-deltanet+ccq",
     )
     parser.add_argument("--seeds", type=_positive, metavar="N", help="repeat with N seeds and show the spread")
     parser.add_argument(
@@ -83,6 +94,166 @@ def _compare(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("data", help="turn text into token shards for training, and look at them")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    prepare = actions.add_parser(
+        "prepare",
+        help="tokenise text into shards",
+        description="Tokenises text into shards that training maps into memory. The same command again goes on after "
+        "an interruption at any moment, with the same result.",
+    )
+    source = prepare.add_argument_group("text, one of").add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--dataset", metavar="NAME", help="data set of the Hugging Face hub, streamed, or a folder of one"
+    )
+    source.add_argument(
+        "--files",
+        nargs="+",
+        metavar="GLOB",
+        help="JSON lines (also .gz, .zst, .bz2), Parquet, or text, a document a file",
+    )
+    source.add_argument("--stdlib", action="store_true", help="the sources of Python's standard library")
+    tokenizer = prepare.add_argument_group("tokenizer, one of").add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument("--tokenizer", metavar="NAME", help="a tokenizer.json, a folder, or a model of the hub")
+    tokenizer.add_argument("--train-tokenizer", type=_positive, metavar="N", help="train a byte-level BPE of N tokens")
+    prepare.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the shards are written")
+    prepare.add_argument("--config", metavar="NAME", help="configuration of the data set, such as sample-100BT")
+    prepare.add_argument("--split", default="train", metavar="NAME", help="split of the data set; default train")
+    prepare.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the data set; default its newest")
+    prepare.add_argument("--text-field", default="text", metavar="NAME", help="field that holds the text; default text")
+    prepare.add_argument(
+        "--held-out",
+        type=_number_or_share,
+        default=0.01,
+        metavar="N|SHARE",
+        help="documents kept out of training: so many of the first, or a share below 1; default 0.01",
+    )
+    prepare.add_argument("--tokens", type=_positive, metavar="N", help="stop when the training part has so many tokens")
+    prepare.add_argument("--eos", metavar="TOKEN", help="token put after each document; default the tokenizer's own")
+    prepare.add_argument("--bos", metavar="TOKEN", help="token put before each document; default none")
+    prepare.add_argument(
+        "--shard-tokens", type=_positive, default=100_000_000, metavar="N", help="tokens in a shard; default 100000000"
+    )
+    prepare.add_argument("--workers", type=_positive, metavar="N", help="processes; default one a processor core")
+    prepare.set_defaults(run=_data_prepare)
+    inspect = actions.add_parser("inspect", help="counts, settings and sample text of prepared shards")
+    inspect.add_argument("folder", type=Path, metavar="FOLDER")
+    inspect.add_argument("--verify", action="store_true", help="also read every file and compare its checksum")
+    inspect.set_defaults(run=_data_inspect)
+
+
+def _number_or_share(text: str) -> int | float:
+    try:
+        return float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"a number of documents or a share such as 0.01 is needed, got {text!r}"
+        ) from None
+
+
+def _data_prepare(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ccq.bench.machine import cores
+    from ccq.data.prepare import TokenizerFile, prepare_shards, read_tokenizer
+    from ccq.data.sources import dataset_source, embedded_source, file_source
+
+    if parsed.dataset is None and (parsed.config, parsed.split, parsed.revision) != (None, "train", None):
+        raise ValueError("--config, --split and --revision are of a --dataset; leave them out")
+    if parsed.files is not None:
+        source = file_source(parsed.files, text_field=parsed.text_field)
+    elif parsed.dataset is not None:
+        source = dataset_source(
+            parsed.dataset,
+            config=parsed.config,
+            split=parsed.split,
+            revision=parsed.revision,
+            text_field=parsed.text_field,
+        )
+    else:
+        source = embedded_source()
+    tokenizer: TokenizerFile | int
+    if parsed.train_tokenizer is not None:
+        tokenizer = parsed.train_tokenizer
+    elif parsed.tokenizer.endswith(".json") or any(
+        path.is_file() for path in (Path(parsed.tokenizer), Path(parsed.tokenizer, "tokenizer.json"))
+    ):
+        tokenizer = read_tokenizer(parsed.tokenizer)
+    else:
+        from ccq.models.auto_tokenizer import read_auto_tokenizer
+
+        found = read_auto_tokenizer(parsed.tokenizer)
+        tokenizer = TokenizerFile(found.data, parsed.tokenizer, found.eos)
+    console = Console()
+    folder = prepare_shards(
+        parsed.out,
+        source,
+        tokenizer,
+        held_out=parsed.held_out,
+        tokens=parsed.tokens,
+        eos=parsed.eos,
+        bos=parsed.bos,
+        shard_tokens=parsed.shard_tokens,
+        workers=cores() if parsed.workers is None else parsed.workers,
+        console=console,
+    )
+    _print_token_folder(folder, console)
+    if parsed.held_out and not folder.held_out.documents:
+        console.print("No document was held out: the text is short, and --held-out a small share of its documents.")
+    return 0
+
+
+def _data_inspect(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
+    from ccq.data.shards import TokenFolder
+
+    console = Console()
+    folder = TokenFolder.open(parsed.folder)
+    if parsed.verify:
+        found = track(folder.verify(), "Reading", len(folder.files()), console=console)
+        problems = [problem for problem in found if problem]
+        for problem in problems:
+            print(f"ccq: {problem}", file=sys.stderr)
+        if problems:
+            print(f"ccq: copy what is named again, or delete {folder.path} and prepare it again", file=sys.stderr)
+            return 1
+        console.print(f"All {len(folder.files())} checksums are right.")
+    _print_token_folder(folder, console)
+    return 0
+
+
+def _print_token_folder(folder: TokenFolder, console: Console) -> None:
+    from rich.table import Table
+
+    index = folder.index
+    parts = Table("part", "documents", "tokens", "shards", box=None)
+    for part in (folder.train, folder.held_out):
+        parts.add_row(part.name, f"{part.documents:,}", f"{part.tokens:,}", f"{len(part.shards):,}")
+    vocabulary = f"{folder.vocabulary_size:,} tokens in the vocabulary, {index['dtype']}"
+    console.print(f"{folder.path}: {vocabulary}", markup=False, soft_wrap=True)
+    console.print(parts)
+    special = [
+        f"{index[name]['token']} ({index[name]['id']}) {where} every document"
+        for name, where in (("bos", "before"), ("eos", "after"))
+        if index[name] is not None
+    ]
+    left_out = index["left_out"]
+    console.print(
+        f"{'; '.join(special)}; left out: {left_out['empty']:,} documents without text, "
+        f"{left_out['same_as_held_out']:,} that repeat a held-out one",
+        markup=False,
+        soft_wrap=True,
+    )
+    tokenizer = folder.tokenizer()
+    for part in (folder.train, folder.held_out):
+        if part.documents:
+            text = tokenizer.decode(part.document(0)[:60].tolist(), skip_special_tokens=False)
+            console.print(f"{part.name} begins: {text!r}", markup=False, soft_wrap=True)
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure speed and numerical error")
     subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
@@ -110,6 +281,63 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     operator.add_argument("--long", action="store_true", help="GPU: also time per token at T 8192 and 131072")
     operator.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     operator.set_defaults(run=_bench_operator)
+    layer = subjects.add_parser(
+        "layer",
+        help="mixers with and without the read step, on a GPU",
+        description="Forward at T and 2 T, forward + backward at T, of a mixer, of the same with the read step, and of "
+        "flash-linear-attention's layer with the same weights: device time, eager time, memory, and their ratios.",
+    )
+    layer.add_argument("--backbones", nargs="+", metavar="NAME", help="default: gla gated-deltanet")
+    layer.add_argument(
+        "--rows", type=_positive, nargs="+", default=[1, 8], metavar="N", help="batch sizes; default 1 8"
+    )
+    for name, default in (("tokens", 4096), ("hidden", 2048), ("heads", 6), ("size", 256), ("value-size", 512)):
+        layer.add_argument(f"--{name}", type=_positive, default=default, metavar="N", help=f"default {default}")
+    layer.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
+    layer.add_argument("--repeats", type=_positive, default=40, metavar="N", help="rounds of a timing; default 40")
+    layer.add_argument("--limit", type=_positive, default=30, metavar="SECONDS", help="end a timing after; default 30")
+    layer.add_argument("--compile", action="store_true", help="also behind torch.compile")
+    layer.add_argument("--profile", action="store_true", help="also list the kernels of forward + backward")
+    layer.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
+    layer.set_defaults(run=_bench_layer)
+    model = subjects.add_parser(
+        "model",
+        help="training step, prefill and peak memory of whole models, on a GPU",
+        description="A backbone, the same with the read step, and flash-linear-attention's model of the same sizes: "
+        "training step (float32 weights, bfloat16 autocast, AdamW), prefill (bfloat16), peak memory, and their ratios.",
+    )
+    model.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="default: gla and gated-deltanet, without and with +ccq"
+    )
+    model.add_argument("--scale", default="1.3b", help="of the presets; default 1.3b")
+    model.add_argument("--rows", type=_positive, default=8, metavar="N", help="default 8")
+    model.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="default 4096")
+    model.add_argument("--repeats", type=_positive, default=20, metavar="N", help="rounds of a timing; default 20")
+    model.add_argument("--limit", type=_positive, default=40, metavar="SECONDS", help="end a timing after; default 40")
+    model.add_argument(
+        "--sweep",
+        metavar="tokens=N",
+        help="instead: a training step of N tokens cut into rows of 1024 and more, also of transformer and mamba2",
+    )
+    model.add_argument("--first-step", action="store_true", help="also the first step of a fresh process, empty caches")
+    model.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
+    model.set_defaults(run=_bench_model)
+    tune = subjects.add_parser(
+        "tune",
+        help="measure configurations of flash-linear-attention's kernels for this card",
+        description="Times the configurations of the kernels behind the write rules on this GPU and writes the fastest "
+        "into a file, CARD.json, where the write rules look for it. The same command again goes on where it was.",
+    )
+    tune.add_argument("--out", type=Path, metavar="FOLDER", help="write there; default: the installed package")
+    tune.add_argument(
+        "--sizes", nargs="+", metavar="D/V", help="head sizes; default 256/512 64/64 64/128 128/128 128/256"
+    )
+    tune.add_argument("--rows", type=_positive, nargs="+", default=[1, 8], metavar="N", help="batch sizes; default 1 8")
+    tune.add_argument(
+        "--limit", type=_positive, default=1200, metavar="SECONDS", help="begin nothing after; default 1200"
+    )
+    tune.add_argument("--jobs", type=_positive, metavar="N", help="processes that compile; default: one a core")
+    tune.set_defaults(run=_bench_tune)
     tables = subjects.add_parser(
         "tables",
         help="print docs/speed.md from measured figures",
@@ -177,10 +405,161 @@ def _bench_operator_on_cpu(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_layer(parsed: argparse.Namespace) -> int:
+    from ccq.bench.layer import BACKBONES, Sizes, bench_layer
+    from ccq.files import write_json_atomically
+
+    bench_layer(
+        backbones=parsed.backbones or BACKBONES,
+        rows=parsed.rows,
+        tokens=parsed.tokens,
+        sizes=Sizes(parsed.hidden, parsed.heads, parsed.size, parsed.value_size),
+        dtype=parsed.dtype,
+        repeats=parsed.repeats,
+        limit=parsed.limit,
+        compiled=parsed.compile,
+        with_profile=parsed.profile,
+        say=functools.partial(print, flush=True),
+        save=lambda figures: None if parsed.out is None else write_json_atomically(parsed.out, figures),
+    )
+    return 0
+
+
+def _bench_model(parsed: argparse.Namespace) -> int:
+    from ccq.bench.model import ARMS, SWEEP_ARMS, bench_model
+    from ccq.files import write_json_atomically
+
+    sweep = None
+    if parsed.sweep is not None:
+        name, _, count = parsed.sweep.partition("=")
+        if name != "tokens" or not count.isdigit() or int(count) < 1:
+            raise ValueError(f"--sweep wants tokens=N, N tokens a training step; got {parsed.sweep!r}")
+        sweep = int(count)
+    bench_model(
+        arms=parsed.arms or (ARMS if sweep is None else SWEEP_ARMS),
+        scale=parsed.scale,
+        rows=parsed.rows,
+        tokens=parsed.tokens,
+        repeats=parsed.repeats,
+        limit=parsed.limit,
+        sweep=sweep,
+        first_step=parsed.first_step,
+        say=functools.partial(print, flush=True),
+        save=lambda figures: None if parsed.out is None else write_json_atomically(parsed.out, figures),
+    )
+    return 0
+
+
+def _bench_tune(parsed: argparse.Namespace) -> int:
+    from ccq.bench.machine import cores
+    from ccq.bench.tune import SIZES, tune
+
+    tune(
+        parsed.out,
+        sizes=parsed.sizes or SIZES,
+        rows=parsed.rows,
+        limit=parsed.limit,
+        jobs=parsed.jobs or cores(),
+        say=functools.partial(print, flush=True),
+    )
+    return 0
+
+
 def _bench_tables(parsed: argparse.Namespace) -> int:
     from ccq.bench.tables import speed_page
 
     print(speed_page(parsed.folder), end="")
+    return 0
+
+
+def _add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "models",
+        help="list the named models with their sizes",
+        description="Lists every preset with its parameters, the state it keeps of one sequence (in bfloat16, memories "
+        "and statistics in float32; the transformer's at its training length) and the arithmetic of one token.",
+    )
+    parser.add_argument("--json", action="store_true", help="print exact figures as JSON")
+    parser.set_defaults(run=_models)
+
+
+def _models(parsed: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from ccq.models.counts import flops_per_token, parameter_count, state_bytes
+    from ccq.models.presets import PRESETS, preset
+
+    configurations = {name: preset(name) for name in PRESETS}
+    figures: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "parameters": parameter_count(config),
+            "state_bytes": state_bytes(config),
+            "flops_per_token": flops_per_token(config),
+        }
+        for name, config in configurations.items()
+    ]
+    if parsed.json:
+        print(json.dumps(figures, indent=1))
+        return 0
+    table = Table("name", "parameters", "state a sequence", "FLOPs a token", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in figures:
+        table.add_row(
+            row["name"],
+            f"{row['parameters'] / 1e6:,.2f} M",
+            f"{row['state_bytes'] / 2**20:,.2f} MiB",
+            f"{row['flops_per_token'] / 1e6:,.1f} M",
+        )
+    Console().print(table)
+    return 0
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a saved model",
+        description="Prints what a model says after a prompt, token by token. A long text can be read once "
+        "(--prompt-file FILE --save-state STATE --max-new-tokens 0) and asked many times (--load-state STATE "
+        "--prompt ...).",
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a model and its tokenizer")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 text")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default 100; 0 reads only")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: the most likely token")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling; default 0")
+    parser.add_argument("--load-state", type=Path, metavar="STATE", help="go on behind the text that was read there")
+    parser.add_argument("--save-state", type=Path, metavar="STATE", help="write the state after the prompt")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    import torch
+
+    from ccq.models.modeling import load_model
+    from ccq.models.text import TextStreamer, continue_text, load_tokenizer
+
+    prompt = parsed.prompt if parsed.prompt_file is None else parsed.prompt_file.read_text(encoding="utf-8")
+    model = load_model(parsed.model).to(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer = load_tokenizer(parsed.model)
+    torch.manual_seed(parsed.seed)
+    continue_text(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=parsed.max_new_tokens,
+        temperature=parsed.temperature,
+        load=parsed.load_state,
+        save=parsed.save_state,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
     return 0
 
 

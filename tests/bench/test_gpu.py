@@ -228,7 +228,7 @@ def test_what_cannot_be_measured_is_said_and_costs_no_other_row(monkeypatch: pyt
 
 def test_a_timing_ends_at_its_limit_but_not_before_three_rounds() -> None:
     values = itertools.count(1.0)
-    found = gpu._rounds({"a": lambda: next(values)}, repeats=1000, limit=0.0)
+    found = gpu.rounds({"a": lambda: next(values)}, repeats=1000, limit=0.0)
     # After five rounds of warm-up the values are 6, 7, 8.
     assert found["a"] == {"median_ms": 7.0, "lower_quartile_ms": 6.0, "upper_quartile_ms": 8.0, "rounds": 3}
 
@@ -239,7 +239,7 @@ def test_functions_take_turns() -> None:
     def timer(name: str) -> Callable[[], float]:
         return lambda: float(order.append(name) or len(order))
 
-    gpu._rounds({name: timer(name) for name in "ab"}, repeats=3, limit=60.0)
+    gpu.rounds({name: timer(name) for name in "ab"}, repeats=3, limit=60.0)
     assert "".join(order[2 * gpu.WARMUP :]) == "ababab"
 
 

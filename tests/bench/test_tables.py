@@ -44,14 +44,14 @@ def test_files_come_in_the_order_of_their_names_and_both_schemas_are_read(tmp_pa
         figures["schema"] = f"ccq-bench-operator/{schema}"
         figures["environment"]["processor"] = processor
         (tmp_path / f"operator-{name}.json").write_text(json.dumps(figures))
-    (tmp_path / "layer.json").write_text("{}")  # of another benchmark
+    (tmp_path / "other.json").write_text("{}")  # of another benchmark
     page = speed_page(tmp_path)
     assert 0 < page.index("## CPU: Newer") < page.index("## CPU: Older")
     assert page.count("## ") == 2
 
 
 def test_a_folder_without_files_and_a_strange_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no file operator\*\.json"):
+    with pytest.raises(ValueError, match=r"has no file operator\*\.json or layer\*\.json or model\*\.json"):
         speed_page(tmp_path)
     (tmp_path / "operator-x.json").write_text('{"schema": "ccq-bench-operator/9"}')
     with pytest.raises(ValueError, match=r"operator-x\.json has the schema 'ccq-bench-operator/9'"):

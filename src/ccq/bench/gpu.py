@@ -86,7 +86,9 @@ class Candidate(NamedTuple):
         if name == "forward":
             with torch.no_grad():
                 return self.query(q, k, gate)
-        return torch.autograd.grad(self.query(q, k, gate), (q, k, gate), gradient)
+        # Leaves of their own: autograd ties a leaf to the stream that first used it, which a graph's capture must not be.
+        leaves = tuple(x.detach().requires_grad_() for x in (q, k, gate))
+        return torch.autograd.grad(self.query(*leaves), leaves, gradient)
 
 
 def composed_read_step(
@@ -123,7 +125,7 @@ def candidates(notes: list[str]) -> dict[str, Candidate]:
     try:
         linear_attention = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
     except (ImportError, AttributeError) as error:  # without Triton the package is there, but empty
-        notes.append(f"composed: left out, flash-linear-attention cannot be used here ({_brief(error)})")
+        notes.append(f"composed: left out, flash-linear-attention cannot be used here ({brief(error)})")
     else:
         found["composed"] = Candidate(
             lambda q, k, gate: composed_read_step(q, k, gate, linear_attention)[0],
@@ -207,22 +209,22 @@ class Card:
         return 2 * COPY_BYTES / (statistics.median(times) / 1000)
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     """The type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
     return textwrap.fill(text, 80, subsequent_indent="  ")
 
 
-def _milliseconds(value: float) -> str:
+def milliseconds(value: float) -> str:
     """For a narrow column."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def _rounds(timers: Mapping[Key, Callable[[], float]], repeats: int, limit: float) -> dict[Key, dict[str, Any]]:
+def rounds(timers: Mapping[Key, Callable[[], float]], repeats: int, limit: float) -> dict[Key, dict[str, Any]]:
     """Median and quartiles of each timer's milliseconds, called in turn for `repeats` rounds or `limit` seconds."""
     ends = time.monotonic() + limit
     times: dict[Key, list[float]] = {key: [] for key in timers}
@@ -246,7 +248,7 @@ def _rounds(timers: Mapping[Key, Callable[[], float]], repeats: int, limit: floa
     return found
 
 
-def _device_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
+def device_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
     """A function that returns the milliseconds of one replay, averaged over as many as fill REPLAY_MS."""
     replay = card.capture(step)
     replay()
@@ -259,7 +261,7 @@ def _device_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
     return lambda: card.elapsed_ms(several) / count
 
 
-def _wall_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
+def wall_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
     """A function that returns the milliseconds of one eager call, from idle to idle."""
 
     def measure() -> float:
@@ -333,7 +335,7 @@ class Measurement:
 
     def note(self, text: str) -> None:
         self.figures["notes"].append(text)
-        self.say(_wrapped(f"note: {text}"))
+        self.say(wrapped(f"note: {text}"))
 
     def first_call(self, shape: Shape, dtype: str) -> None:
         """Forward + backward in a fresh process with empty caches."""
@@ -372,7 +374,7 @@ class Measurement:
                     error = _relative_error(candidate.correction(inputs.q, inputs.k, inputs.gate), exact)
                 memory = _memory(self.card, candidate, inputs)
             except Exception as failure:  # whatever one function raises must not cost the rows of the others
-                self.note(f"{name}, B {shape.rows}: left out ({_brief(failure)})")
+                self.note(f"{name}, B {shape.rows}: left out ({brief(failure)})")
                 continue
             rows[name] = {"function": name, **shape._asdict(), "correction_error": error}
             for one, bytes_moved in passes.items():
@@ -382,8 +384,8 @@ class Measurement:
                     **memory[one],
                 }
             self.figures["functions"].append(rows[name])
-            peaks = ", ".join(f"{_mebibytes(memory[one]['peak_bytes'])}" for one in PASSES)
-            kept = _mebibytes(memory["forward_backward"]["kept_bytes"])
+            peaks = ", ".join(f"{mebibytes(memory[one]['peak_bytes'])}" for one in PASSES)
+            kept = mebibytes(memory["forward_backward"]["kept_bytes"])
             self.say(f"  {name:<20}{error:>10.1e}{peaks:>20}{kept:>12}")
         del exact
         self.card.release()
@@ -391,7 +393,7 @@ class Measurement:
 
         self.say(f"  {'device ms':<10}{'forward':>24}{'forward + backward':>26}  share of floor")
         timers = self._timers({name: inputs for name in rows}, shape)
-        for (name, one), found in _rounds(timers, self.repeats, self.limit).items():
+        for (name, one), found in rounds(timers, self.repeats, self.limit).items():
             part = rows[name][one]
             part["device"] = found
             part["floor_share"] = part["floor_ms"] / found["median_ms"]
@@ -404,11 +406,11 @@ class Measurement:
 
         self.say(f"  {'eager ms':<10}{'forward':>24}{'forward + backward':>26}")
         wall = {
-            (name, one): _wall_timer(self.card, lambda name=name, one=one: self.candidates[name].run(one, inputs))  # type: ignore[misc]
+            (name, one): wall_timer(self.card, lambda name=name, one=one: self.candidates[name].run(one, inputs))  # type: ignore[misc]
             for name in rows
             for one in PASSES
         }
-        for (name, one), found in _rounds(wall, self.repeats, self.limit).items():
+        for (name, one), found in rounds(wall, self.repeats, self.limit).items():
             rows[name][one]["wall"] = found
         for name, row in rows.items():
             self._say_times(name, [row[one]["wall"] for one in PASSES], "")
@@ -424,19 +426,19 @@ class Measurement:
             for one in PASSES:
                 candidate = self.candidates[name]
                 try:
-                    timers[name, one] = _device_timer(
+                    timers[name, one] = device_timer(
                         self.card,
                         lambda candidate=candidate, one=one, given=given: candidate.run(one, given),  # type: ignore[misc]
                     )
                 except Exception as failure:  # as above
-                    self.note(f"{name}, {one}, B {shape.rows}, T {shape.tokens}: no device time ({_brief(failure)})")
+                    self.note(f"{name}, {one}, B {shape.rows}, T {shape.tokens}: no device time ({brief(failure)})")
         return timers
 
     def _say_times(self, name: str, times: Sequence[dict[str, Any] | None], end: str) -> None:
         cells = []
         for found in times:
             names = ("median_ms", "lower_quartile_ms", "upper_quartile_ms")
-            middle, low, high = ("-", "", "") if found is None else (_milliseconds(found[one]) for one in names)
+            middle, low, high = ("-", "", "") if found is None else (milliseconds(found[one]) for one in names)
             cells.append(f"{middle} ({low}-{high})" if low else middle)
         forward, both = cells
         self.say(f"  {name:<10}{forward:>24}{both:>26}  {end}".rstrip())
@@ -455,12 +457,12 @@ class Measurement:
                 try:
                     given = Inputs.draw(shape, self.dtype, self.card.device)
                 except torch.OutOfMemoryError as failure:
-                    self.note(f"{name}, T {tokens}: left out ({_brief(failure)})")
+                    self.note(f"{name}, T {tokens}: left out ({brief(failure)})")
                     continue
                 alive.append(given)
                 for (_, one), timer in self._timers({name: given}, shape).items():
                     timers[tokens, one] = timer
-            times = _rounds(timers, self.repeats, self.limit)
+            times = rounds(timers, self.repeats, self.limit)
             for one in PASSES:
                 nanoseconds = {}
                 for tokens in LONG_TOKENS:
@@ -484,7 +486,7 @@ class Measurement:
             self.save(self.figures)
 
 
-def _mebibytes(value: int) -> str:
+def mebibytes(value: int) -> str:
     return f"{value / 2**20:.1f}"
 
 
@@ -597,7 +599,7 @@ def bench_operator_on_gpu(
     known = len(figures["notes"])
     run.candidates = candidates(figures["notes"])
     for text in figures["notes"][known:]:
-        say(_wrapped(f"note: {text}"))
+        say(wrapped(f"note: {text}"))
     for count in rows:
         run.shape(Shape(count, tokens, heads, size))
     if long:

@@ -1,4 +1,4 @@
-"""The page docs/speed.md, made from the files that `ccq bench operator` wrote.
+"""The page docs/speed.md, made from the files that `ccq bench operator`, `layer` and `model` wrote.
 
     ccq bench tables benchmarks/results > docs/speed.md
 
@@ -12,14 +12,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-SCHEMAS = ("ccq-bench-operator/1", "ccq-bench-operator/2")
+SCHEMAS = {
+    "operator": ("ccq-bench-operator/1", "ccq-bench-operator/2"),
+    "layer": ("ccq-bench-layer/1",),
+    "model": ("ccq-bench-model/1",),
+}
+"""Accepted schemas of the files KIND*.json, in the order of the page."""
 PASS_NAMES = {"forward": "forward", "forward_backward": "forward + backward"}
 
 INTRODUCTION = """\
 # Speed
 
 `ccq bench tables benchmarks/results` makes this page from the files of that folder; change neither by hand. Each file
-comes from `ccq bench operator` and holds every setting. All functions of a file were measured in one process and in
+comes from `ccq bench` and holds every setting. All functions of a file were measured in one process and in
 turn. Times are medians, with quartiles in brackets. Warm-up and compilation are left out unless they are what is
 measured. B rows, T tokens, H heads, D size per head.
 """
@@ -39,21 +44,40 @@ gradients of q, k and the gate.
 """
 
 
+LAYER_EXPLANATION = """\
+Each backbone is a layer of this library; "+ccq" is the same with the read step, "flash-linear-attention" that library's
+layer, all with the same weights. Its kernels behind the write rules run in the configurations that this library uses.
+Forward runs without autograd; forward + backward gives the gradients of the input and of every weight. Device and eager
+as above. Peak: bytes above weights and input.
+"""
+
+MODEL_EXPLANATION = """\
+A training step is forward, backward, AdamW and clearing the gradients, with float32 weights under autocast to bfloat16;
+prefill reads the prompt into a cache, with bfloat16 weights. Times are eager. Peak: weights, moments, and the most that
+a step allocates on top. Share: of the card's dense bfloat16 rate, by three forward passes a token.
+"""
+
+
 def speed_page(folder: Path) -> str:
-    """The page, from the files operator*.json of `folder` in the order of their names.
+    """The page, from the files operator*.json, layer*.json and model*.json of `folder`, each kind in the order of its
+    names.
 
     Raises ValueError for a folder without such files and for a file of an unknown schema.
     """
-    paths = sorted(folder.glob("operator*.json"))
-    if not paths:
-        raise ValueError(f"{folder} has no file operator*.json; `ccq bench operator --out` writes them")
     sections = [INTRODUCTION]
-    for path in paths:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-        if figures.get("schema") not in SCHEMAS:
-            raise ValueError(f"{path} has the schema {figures.get('schema')!r}; accepted: {', '.join(SCHEMAS)}")
-        sections.append(
-            _gpu_section(path.name, figures) if "functions" in figures else _cpu_section(path.name, figures)
+    for kind, schemas in SCHEMAS.items():
+        for path in sorted(folder.glob(f"{kind}*.json")):
+            figures = json.loads(path.read_text(encoding="utf-8"))
+            if figures.get("schema") not in schemas:
+                raise ValueError(f"{path} has the schema {figures.get('schema')!r}; accepted: {', '.join(schemas)}")
+            if kind == "operator":
+                section = _gpu_section if "functions" in figures else _cpu_section
+            else:
+                section = {"layer": _layer_section, "model": _model_section}[kind]
+            sections.append(section(path.name, figures))
+    if len(sections) == 1:
+        raise ValueError(
+            f"{folder} has no file {' or '.join(f'{kind}*.json' for kind in SCHEMAS)}; `ccq bench` writes them"
         )
     return "\n".join(sections)
 
@@ -94,8 +118,9 @@ def _cpu_section(name: str, figures: dict[str, Any]) -> str:
     return f"{text}{times}\n{errors}"
 
 
-def _gpu_section(name: str, figures: dict[str, Any]) -> str:
-    settings, made, card = figures["settings"], figures["environment"], figures["gpu"]
+def _made_with(figures: dict[str, Any]) -> str:
+    """The versions behind figures of a GPU."""
+    made, card = figures["environment"], figures["gpu"]
     versions = [
         f"torch {made['torch']}",
         *(
@@ -110,10 +135,15 @@ def _gpu_section(name: str, figures: dict[str, Any]) -> str:
         ),
         f"ccq {made['ccq']}",
     ]
+    return ", ".join(versions)
+
+
+def _gpu_section(name: str, figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
     text = (
-        f"## GPU: {card['card']}\n\n"
+        f"## GPU: {figures['gpu']['card']}\n\n"
         f"H {settings['heads']}, D {settings['size']}, {settings['dtype']}, up to {settings['repeats']} rounds; "
-        f"{', '.join(versions)} ([{name}](../benchmarks/results/{name})).\n\n{GPU_EXPLANATION}"
+        f"{_made_with(figures)} ([{name}](../benchmarks/results/{name})).\n\n{GPU_EXPLANATION}"
     )
     if figures["copy_bytes_per_second"] is not None:
         text += f"\nCopy on the device: {figures['copy_bytes_per_second'] / 1e12:.2f} TB/s, read plus written.\n"
@@ -139,9 +169,7 @@ def _gpu_section(name: str, figures: dict[str, Any]) -> str:
         text += "\n" + _table(header, (_memory_row(row) for row in figures["functions"]))
     if figures["long"]:
         text += f"\nTime per token as the sequence grows, B 1, device:\n\n{_long_table(figures['long'])}"
-    if figures["notes"]:
-        text += "\n" + "".join(f"- {note}\n" for note in figures["notes"])
-    return text
+    return text + _notes(figures)
 
 
 def _spread(found: dict[str, Any] | None) -> str:
@@ -176,3 +204,122 @@ def _long_table(rows: Sequence[dict[str, Any]]) -> str:
         cells = ("-" if value is None else f"{value:.2f}" for value in times)
         lines.append((function, PASS_NAMES[one], *cells, ratio))
     return _table(("function", "pass", *(f"ns at T {tokens}" for tokens in lengths), "ratio"), lines)
+
+
+def _layer_section(name: str, figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    text = (
+        f"## Layers: {figures['gpu']['card']}\n\n"
+        f"Hidden {settings['hidden']}, {settings['heads']} heads of {settings['size']}/{settings['value_size']}, "
+        f"{settings['dtype']}, up to {settings['repeats']} rounds; {_made_with(figures)} "
+        f"([{name}](../benchmarks/results/{name})).\n\n{LAYER_EXPLANATION}"
+    )
+    if figures["layers"]:
+        header = ("B", "T", "pass", "layer", "device ms", "eager ms", "peak MiB")
+        text += "\n" + _table(header, (_layer_row(row) for row in figures["layers"]))
+    if figures["ratios"]:
+        names = [
+            ("+ccq over backbone", "ccq_over_backbone"),
+            ("+ccq over backbone, compiled", "ccq_over_backbone_compiled"),
+            ("backbone over flash-linear-attention", "backbone_over_package"),
+        ]
+        shown = [
+            (title, f"{key}_{clock}", clock)
+            for title, key in names
+            for clock in ("device", "wall")
+            if any(row[f"{key}_{clock}"] is not None for row in figures["ratios"])
+        ]
+        titles = (f"{title}, {'eager' if clock == 'wall' else clock}" for title, _, clock in shown)
+        lines = (
+            (
+                row["backbone"],
+                str(row["rows"]),
+                str(row["tokens"]),
+                PASS_NAMES[row["pass"]],
+                *(_ratio(row[key]) for _, key, _ in shown),
+            )
+            for row in figures["ratios"]
+        )
+        text += "\n" + _table(("backbone", "B", "T", "pass", *titles), lines)
+    return text + _notes(figures)
+
+
+def _layer_row(row: dict[str, Any]) -> tuple[str, ...]:
+    start = (str(row["rows"]), str(row["tokens"]), PASS_NAMES[row["pass"]])
+    name = f"{row['layer']} ({row['backbone']})" if row["layer"] == "flash-linear-attention" else row["layer"]
+    return (*start, name, _spread(row.get("device")), _spread(row.get("wall")), f"{row['peak_bytes'] / 2**20:.1f}")
+
+
+def _model_section(name: str, figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    text = (
+        f"## Models: {figures['gpu']['card']}, {settings['scale']}\n\n"
+        f"B {settings['rows']}, T {settings['tokens']}, up to {settings['repeats']} rounds; {_made_with(figures)} "
+        f"([{name}](../benchmarks/results/{name})).\n\n{MODEL_EXPLANATION}"
+    )
+    if figures["models"]:
+        header = ("model", "parameters", "training step ms", "tokens/s", "share", "peak GiB", "prefill ms")
+        text += "\n" + _table(header, (_model_row(row) for row in figures["models"]))
+    if figures["ratios"]:
+        text += "\n" + _table(
+            ("backbone", "of", "training step", "prefill", "peak GiB more"),
+            (
+                (
+                    row["backbone"],
+                    title,
+                    _ratio(row[f"{key}_step"]),
+                    _ratio(row[f"{key}_prefill"]),
+                    "-" if row[f"{key}_peak_bytes"] is None else f"{row[f'{key}_peak_bytes'] / 2**30:+.2f}",
+                )
+                for row in figures["ratios"]
+                for title, key in (
+                    ("+ccq over backbone", "ccq_over_backbone"),
+                    ("backbone over flash-linear-attention", "backbone_over_package"),
+                )
+            ),
+        )
+    for row in figures["first_steps"]:
+        text += (
+            f"\nFirst training step of {row['arm']} in a fresh process with empty caches: "
+            f"{row['first_step_seconds']:.1f} s (the whole process {row['process_seconds']:.1f} s).\n"
+        )
+    if figures["sweep"]:
+        text += f"\nA training step of {settings['sweep_tokens']} tokens, tokens/s (peak GiB):\n\n"
+        text += _sweep_table(figures["sweep"])
+    return text + _notes(figures)
+
+
+def _model_row(row: dict[str, Any]) -> tuple[str, ...]:
+    name = f"{row['model']} ({row['backbone']})" if row["model"] == "flash-linear-attention" else row["model"]
+    speed, share = row.get("tokens_per_second"), row.get("flops_share")
+    return (
+        name,
+        f"{row['parameters']:,}",
+        _spread(row.get("step")),
+        "-" if speed is None else f"{speed:,.0f}",
+        "-" if share is None else f"{share:.0%}",
+        f"{row['peak_bytes'] / 2**30:.2f}",
+        _spread(row.get("prefill")),
+    )
+
+
+def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for an arm, a column for each shape."""
+    shapes = sorted({(row["tokens"], row["rows"]) for row in rows})
+    found = {(row["arm"], row["tokens"], row["rows"]): row for row in rows}
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        cells = []
+        for shape in shapes:
+            row = found.get((arm, *shape))
+            cells.append("-" if row is None else f"{row['tokens_per_second']:,.0f} ({row['peak_bytes'] / 2**30:.1f})")
+        lines.append((arm, *cells))
+    return _table(("arm", *(f"{rows} x {tokens}" for tokens, rows in shapes)), lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _notes(figures: dict[str, Any]) -> str:
+    return "\n" + "".join(f"- {note}\n" for note in figures["notes"]) if figures["notes"] else ""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ccq.ops import flash_linear_attention
 from ccq.ops.checks import check_backend
 from ccq.ops.gla.chunked import chunk_length, chunked_gated_linear_attention
+from ccq.ops.gla.fused import RULE, fused_gated_linear_attention, fused_gated_linear_attention_token
 from ccq.ops.gla.reference import gated_linear_attention_reference
 from ccq.ops.layout import ChunkLayout
 from ccq.ops.write_rule import WriteRuleResult, check_gate, check_write_arguments
 
 __all__ = ["chunked_gated_linear_attention", "gated_linear_attention", "gated_linear_attention_reference"]
 
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "fla")
+"""Accepted backends. "auto" is "fla" on a GPU where flash-linear-attention is installed and takes the input (float16 or
+bfloat16, D and V multiples of 16, D up to 256), "torch" otherwise."""
 
 
 def gated_linear_attention(
@@ -45,17 +49,24 @@ def gated_linear_attention(
             a sequence, N = B.
         mask: [B, T], 1 = real token, 0 = padding, on the left, the right or both sides. Padding writes nothing,
             decays nothing, has output 0 and no gradient.
-        backend: "reference" (token by token), "torch" (in chunks), or "auto", the fastest for the input's device.
+        backend: "reference" (token by token), "torch" (in chunks), "fla" (flash-linear-attention's kernels, on a GPU:
+            in chunks from two tokens or packed documents on; one token is a kernel of the recurrence, or, where a
+            gradient is wanted, the recurrence in PyTorch), or "auto", see `BACKENDS`.
 
     Returns:
         WriteRuleResult: output [B, T, H, V] in the dtype of v, state [N, H, D, V] after the last token. Sums and
-        states are float32 (float64 for float64 input). Both are differentiable in every tensor argument.
+        states are float32 (float64 for float64 input); "fla" rounds what it multiplies, the states of its chunks
+        included, to the dtype of q. Both are differentiable in every tensor argument.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, shape, dtype, device or backend name; on a CPU also for
-        log_decay that is not finite or above 0, and a mask with holes.
+        log_decay that is not finite or above 0, and a mask with holes; backend "fla" was asked for and does not take
+        the input.
+        ImportError, RuntimeError: backend "fla" was asked for and its package is missing or refused, or the tensors
+        are on a CPU.
     """
     check_backend(backend, BACKENDS)
+    given = state
     sequences, state = check_write_arguments(q, k, v, state, cu_seqlens, mask)
     check_gate("log_decay", log_decay, tuple(q.shape), q, highest=0.0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -64,8 +75,15 @@ def gated_linear_attention(
         q, k, v, log_decay = (x.masked_fill(padding, 0) for x in (q, k, v, log_decay))
 
     if backend == "auto":
-        backend = "torch"
+        backend = "fla" if flash_linear_attention.is_chosen(RULE, q, v) else "torch"
+    elif backend == "fla":
+        flash_linear_attention.check_usable(RULE, q, v)
     if backend == "reference":
         return gated_linear_attention_reference(q, k, v, log_decay, state, scale, sequences.boundaries)
+    if backend == "fla" and q.numel() and v.numel():
+        if q.shape[1] > 1 or sequences.boundaries is not None:
+            return fused_gated_linear_attention(q, k, v, log_decay, given, scale, sequences.boundaries)
+        if not flash_linear_attention.needs_gradient(q, k, v, log_decay, state):
+            return fused_gated_linear_attention_token(q, k, v, log_decay, state, scale)
     layout = ChunkLayout.of(q, sequences.boundaries, chunk_length(q.shape[-1]))
     return chunked_gated_linear_attention(q, k, v, log_decay, state, scale, layout)

@@ -1,0 +1,468 @@
+"""`ccq bench model`: training step, prefill and peak memory of whole models, on a GPU.
+
+A backbone, the same with the read step, and flash-linear-attention's model of the same sizes are measured in one
+process and in turn. A training step is forward, backward, AdamW and clearing the gradients; weights are float32 and
+the forward pass runs under autocast to bfloat16. Prefill reads the prompt into a cache and gives the logits of the last
+token, with weights in bfloat16. Times are those from an idle card until it is idle again, with everything the
+processor does in between; a step of these sizes is long enough for launches not to count.
+
+Peak memory of a training step is what the model itself needs: its weights, the moments of AdamW, and the most that is
+allocated on top during a step.
+
+The sweep is that of the paper's figure 5: a training step at one number of tokens, cut into rows of different lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ccq.bench.gpu import WARMUP, Card, brief, mebibytes, milliseconds, rounds, wall_timer, wrapped
+from ccq.bench.layer import PACKAGE, RULES
+from ccq.bench.machine import environment, gpu_environment
+from ccq.models import CCQConfig, CCQForCausalLM, parse_arm, preset
+from ccq.models.counts import flops_per_token
+from ccq.ops import flash_linear_attention
+
+SCHEMA = "ccq-bench-model/1"
+ARMS = ("gla", "gla+ccq", "gated-deltanet", "gated-deltanet+ccq")
+SWEEP_ARMS = (*ARMS, "transformer", "mamba2")
+SHORTEST = 1024
+"""Tokens of the shortest rows of a sweep."""
+PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 311.9e12}
+"""Dense bfloat16 products a second, from NVIDIA's data sheets (SXM boards)."""
+LEARNING_RATE = 1e-4
+
+
+class Subject(NamedTuple):
+    """One model."""
+
+    module: Any
+    """Takes tokens, labels, use_cache and logits_to_keep as transformers' models do."""
+    config: CCQConfig
+    optimizer: torch.optim.Optimizer
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One training step; the loss."""
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            loss: Tensor = self.module(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.module(tokens, use_cache=True, logits_to_keep=1).logits
+        return logits
+
+    def resident_bytes(self) -> int:
+        """Weights and moments, as far as they are there."""
+        moments = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
+        return sum(x.nbytes for x in (*self.module.parameters(), *moments))
+
+
+def _subject(module: nn.Module, config: CCQConfig, device: torch.device) -> Subject:
+    module.to(device).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
+    return Subject(module, config, optimizer)
+
+
+def _model_of_the_package(config: CCQConfig) -> nn.Module:
+    """flash-linear-attention's model of the sizes of a backbone."""
+    models = importlib.import_module("fla.models")
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+        "norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    if config.backbone == "gla":
+        widths = {
+            "expand_k": config.num_heads * config.head_dim / config.hidden_size,
+            "expand_v": config.num_heads * config.value_head_dim / config.hidden_size,
+            "use_short_conv": config.short_convolution is not None,
+        }
+        made = models.GLAForCausalLM(models.GLAConfig(**common, **widths))
+    else:
+        widths = {"head_dim": config.head_dim, "expand_v": config.value_head_dim / config.head_dim}
+        made = models.GatedDeltaNetForCausalLM(models.GatedDeltaNetConfig(**common, **widths))
+    model: nn.Module = made
+    return model
+
+
+def model_flops_share(flops: int, tokens_per_second: float, card: str | None) -> float | None:
+    """Part of the card's dense bfloat16 rate that a training step uses: three forward passes of `flops` for each token.
+    None for a card whose rate is not listed.
+    """
+    for name, peak in PEAK_FLOPS.items():
+        if card is not None and name in card:
+            return 3 * flops * tokens_per_second / peak
+    return None
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For every backbone: the model with the read step against the one without it, and that against
+    flash-linear-attention's, from medians: times as ratios, memory as a difference. None where one is missing.
+    """
+    found = []
+    by_name = {(row["backbone"], row["model"]): row for row in rows}
+    for backbone in dict.fromkeys(row["backbone"] for row in rows):
+        line: dict[str, Any] = {"backbone": backbone}
+        for name, pair in {
+            "ccq_over_backbone": (f"{backbone}+ccq", backbone),
+            "backbone_over_package": (backbone, PACKAGE),
+        }.items():
+            above, below = (by_name.get((backbone, each)) for each in pair)
+            for part in ("step", "prefill"):
+                times = [None if row is None else row.get(part) for row in (above, below)]
+                line[f"{name}_{part}"] = (
+                    None if times[0] is None or times[1] is None else times[0]["median_ms"] / times[1]["median_ms"]
+                )
+            peaks = [None if row is None else row.get("peak_bytes") for row in (above, below)]
+            line[f"{name}_peak_bytes"] = None if peaks[0] is None or peaks[1] is None else peaks[0] - peaks[1]
+        found.append(line)
+    return found
+
+
+def sweep_shapes(tokens: int) -> list[tuple[int, int]]:
+    """(rows, length) of one number of tokens, from rows of `SHORTEST` (or all of them) to one row."""
+    length = min(SHORTEST, tokens)
+    shapes = []
+    while length <= tokens:
+        if tokens % length == 0:
+            shapes.append((tokens // length, length))
+        length *= 2
+    return shapes
+
+
+class ModelMeasurement:
+    """One run: `figures` is what goes to the file, `say` prints a line, `save` writes the figures."""
+
+    def __init__(
+        self,
+        figures: dict[str, Any],
+        *,
+        scale: str,
+        changes: Mapping[str, Any],
+        card: Card,
+        repeats: int,
+        limit: float,
+        say: Callable[[str], None],
+        save: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.figures = figures
+        self.scale = scale
+        self.changes = changes
+        self.card = card
+        self.repeats = repeats
+        self.limit = limit
+        self.say = say
+        self.save = save
+
+    def note(self, text: str) -> None:
+        self.figures["notes"].append(text)
+        self.say(wrapped(f"note: {text}"))
+
+    def save_with_ratios(self) -> None:
+        self.figures["ratios"] = ratios(self.figures["models"])
+        self.save(self.figures)
+
+    def config(self, arm: str) -> CCQConfig:
+        return preset(f"{arm}-{self.scale}", **self.changes)
+
+    def tokens(self, config: CCQConfig, rows: int, tokens: int) -> Tensor:
+        random = torch.Generator().manual_seed(0)
+        return torch.randint(config.vocab_size, (rows, tokens), generator=random).to(self.card.device)
+
+    def make(self, name: str, config: CCQConfig) -> Subject | None:
+        """A model, or None with a note where it cannot be made."""
+        torch.manual_seed(0)
+        try:
+            with self.card.device:
+                module = _model_of_the_package(config) if name == PACKAGE else CCQForCausalLM(config)
+            return _subject(module, config, self.card.device)
+        except Exception as failure:  # what one model raises must not cost the rows of the others
+            self.note(f"{name}, {config.backbone}: left out ({brief(failure)})")
+            return None
+
+    def backbone(self, backbone: str, arms: Sequence[str], rows: int, tokens: int) -> None:
+        """Training step and prefill of the arms of one backbone and of the package's model."""
+        made = {name: self.make(name, self.config(name)) for name in arms}
+        made[PACKAGE] = self.make(PACKAGE, self.config(backbone)) if backbone in RULES else None
+        subjects = {name: subject for name, subject in made.items() if subject is not None}
+        known: dict[str, dict[str, Any]] = {}
+        for name, subject in subjects.items():
+            try:
+                peak = self.peak(subject, self.tokens(subject.config, rows, tokens))
+            except Exception as failure:  # as above
+                self.note(f"{name}, {backbone}, training step: left out ({brief(failure)})")
+                self.card.release()
+                continue
+            parameters = sum(parameter.numel() for parameter in subject.module.parameters())
+            known[name] = {"backbone": backbone, "model": name, "parameters": parameters, "peak_bytes": peak}
+            self.figures["models"].append(known[name])
+            self.card.release()
+        self.time("step", subjects, known, backbone, rows, tokens)
+        for name, row in known.items():
+            row["tokens_per_second"] = rows * tokens / (row["step"]["median_ms"] / 1000)
+            if name != PACKAGE:
+                flops = flops_per_token(subjects[name].config, context=tokens // 2)
+                share = model_flops_share(flops, row["tokens_per_second"], self.figures["gpu"]["card"])
+                row |= {"flops_per_token": flops, "flops_share": share}
+            self.say(
+                f"  {name:<22}{milliseconds(row['step']['median_ms']):>10} ms a step"
+                f"{row['tokens_per_second']:>12,.0f} tokens/s{mebibytes(row['peak_bytes']):>12} MiB peak"
+            )
+        self.save_with_ratios()
+        for subject in subjects.values():
+            subject.optimizer.state.clear()
+            subject.module.to(torch.bfloat16).eval()
+        self.card.release()
+        self.time("prefill", subjects, known, backbone, rows, tokens)
+        for name, row in known.items():
+            if row.get("prefill") is not None:
+                self.say(f"  {name:<22}{milliseconds(row['prefill']['median_ms']):>10} ms prefill")
+        self.save_with_ratios()
+
+    def peak(self, subject: Subject, tokens: Tensor) -> int:
+        """Bytes: weights, moments, and what a step allocates on top."""
+        for _ in range(2):  # compiles, tunes, allocates the moments and what libraries keep
+            subject.step(tokens)
+        self.card.synchronize()
+        self.card.reset_peak()
+        before = self.card.allocated()
+        subject.step(tokens)
+        self.card.synchronize()
+        return subject.resident_bytes() + self.card.peak() - before
+
+    def time(
+        self,
+        part: str,
+        subjects: Mapping[str, Subject],
+        known: Mapping[str, dict[str, Any]],
+        backbone: str,
+        rows: int,
+        tokens: int,
+    ) -> None:
+        timers = {}
+        for name in known:
+            subject = subjects[name]
+            given = self.tokens(subject.config, rows, tokens)
+            work = subject.step if part == "step" else subject.prefill
+            try:
+                work(given)
+            except Exception as failure:  # as above
+                known[name][part] = None
+                self.note(f"{name}, {backbone}, {part}: left out ({brief(failure)})")
+                continue
+            timers[name] = wall_timer(self.card, lambda work=work, given=given: work(given))  # type: ignore[misc]
+        for name, found in rounds(timers, self.repeats, self.limit).items():
+            known[name][part] = found
+
+    def sweep(self, arms: Sequence[str], tokens: int) -> None:
+        """A training step of every arm at every shape."""
+        self.say(f"sweep, {tokens} tokens a step")
+        for arm in arms:
+            subject = self.make(arm, self.config(arm))
+            if subject is None:
+                continue
+            with _shared(arm, self.card.device, subject.config):
+                for rows, length in sweep_shapes(tokens):
+                    given = self.tokens(subject.config, rows, length)
+                    try:
+                        peak = self.peak(subject, given)
+                        timer = wall_timer(self.card, lambda given=given, subject=subject: subject.step(given))  # type: ignore[misc]
+                        found = rounds({arm: timer}, self.repeats, self.limit)[arm]
+                    except Exception as failure:  # as above
+                        self.note(f"{arm}, {rows} x {length}: left out ({brief(failure)})")
+                        self.card.release()
+                        continue
+                    speed = tokens / (found["median_ms"] / 1000)
+                    self.figures["sweep"].append(
+                        {
+                            "arm": arm,
+                            "rows": rows,
+                            "tokens": length,
+                            "step": found,
+                            "tokens_per_second": speed,
+                            "peak_bytes": peak,
+                        }
+                    )
+                    self.say(
+                        f"  {arm:<22}{rows:>4} x {length:<7}{speed:>12,.0f} tokens/s{mebibytes(peak):>12} MiB peak"
+                    )
+                    self.save(self.figures)
+            del subject
+            self.card.release()
+
+
+@contextlib.contextmanager
+def _shared(arm: str, device: torch.device, config: CCQConfig) -> Iterator[None]:
+    """flash-linear-attention's models in the configurations of this library's write rules, where it can be used."""
+    rule = RULES.get(parse_arm(arm)[0])
+    index = torch.cuda.current_device() if device.type == "cuda" else None
+    if rule is None or flash_linear_attention.reason_against(rule, index):
+        yield
+        return
+    with flash_linear_attention.sharing(rule, device, config.head_dim, config.value_head_dim):
+        yield
+
+
+def time_first_step(arm: str, scale: str, rows: int, tokens: int, *, limit: float) -> dict[str, float]:
+    """Seconds of the first training step in a fresh process that finds no compiled kernel.
+
+    "first_step_seconds" begins with the model on the card; "second_step_seconds" is the next one; "process_seconds"
+    adds Python, torch, CUDA and making the model. RuntimeError if it fails or takes more than `limit` seconds.
+    """
+    code = f"from ccq.bench.model import print_first_step; print_first_step({arm!r}, {scale!r}, {rows}, {tokens})"
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder) / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        started = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env={**os.environ, **caches},
+                capture_output=True,
+                text=True,
+                timeout=limit,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not finished after {limit:.0f} s") from error
+        seconds = time.perf_counter() - started
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise RuntimeError(lines[-1][:200] if lines else f"it ended with code {done.returncode}")
+    return {**json.loads(done.stdout.splitlines()[-1]), "process_seconds": seconds}
+
+
+def print_first_step(arm: str, scale: str, rows: int, tokens: int, device: str = "cuda") -> None:
+    """What `time_first_step` runs in the fresh process."""
+    config = preset(f"{arm}-{scale}")
+    place = torch.device(device)
+    with place:
+        subject = _subject(CCQForCausalLM(config), config, place)
+    given = torch.randint(config.vocab_size, (rows, tokens)).to(place)
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        subject.step(given).item()
+        seconds.append(time.perf_counter() - started)
+    print(json.dumps({"first_step_seconds": seconds[0], "second_step_seconds": seconds[1]}))
+
+
+def bench_model(
+    *,
+    arms: Sequence[str],
+    scale: str,
+    rows: int,
+    tokens: int,
+    repeats: int,
+    limit: float,
+    sweep: int | None,
+    first_step: bool,
+    say: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
+    card: Card | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Measure everything, part by part, with what is needed to measure it again, for benchmarks/results.
+
+    Args:
+        arms: BACKBONE or BACKBONE+READ, see `ccq.models.ARMS`; with a sweep, its arms.
+        scale: of the presets, such as "1.3b".
+        rows, tokens: B and T of training step and prefill.
+        repeats: rounds of every timing; `limit` seconds end a timing early (after at least three rounds).
+        sweep: a number of tokens: measure the sweep instead.
+        first_step: also the first training step of a fresh process, of every arm with a read step.
+        say, save: called with each line for the reader, and with the figures after every part.
+        card: the GPU; None takes the current one.
+        changes: fields of the configurations that differ from the presets.
+
+    Raises:
+        ValueError: for an unknown arm or scale, or without a GPU.
+    """
+    for arm in arms:
+        preset(f"{arm}-{scale}", **changes)
+    if card is None:
+        if not torch.cuda.is_available():
+            raise ValueError("`ccq bench model` measures on a GPU, and torch finds none")
+        card = Card()
+    figures: dict[str, Any] = {
+        "schema": SCHEMA,
+        "settings": {
+            "arms": list(arms),
+            "scale": scale,
+            "rows": rows,
+            "tokens": tokens,
+            "precision": "float32 weights, bfloat16 autocast; prefill: bfloat16 weights",
+            "optimizer": "AdamW",
+            "repeats": repeats,
+            "warmup": WARMUP,
+            "limit_seconds": limit,
+            "sweep_tokens": sweep,
+            **changes,
+        },
+        "environment": environment(threads=torch.get_num_threads(), device=card.device.type),
+        "gpu": gpu_environment(),
+        "models": [],
+        "ratios": [],
+        "sweep": [],
+        "first_steps": [],
+        "notes": [],
+    }
+    run = ModelMeasurement(
+        figures, scale=scale, changes=changes, card=card, repeats=repeats, limit=limit, say=say, save=save
+    )
+    say(f"{figures['gpu']['card']}, torch {figures['environment']['torch']}, {scale}, B {rows}, T {tokens}")
+    save(figures)  # a place that cannot be written is known before minutes are spent
+    if first_step:
+        for arm in (arm for arm in arms if parse_arm(arm)[1] is not None):
+            try:
+                found = time_first_step(arm, scale, rows, tokens, limit=max(limit, 180.0))
+            except RuntimeError as error:
+                run.note(f"{arm}: first step not measured ({error})")
+            else:
+                figures["first_steps"].append({"arm": arm, **found})
+                say(f"{arm}: first step of a fresh process, empty caches: {found['first_step_seconds']:.1f} s")
+            save(figures)
+    if sweep is not None:
+        run.sweep(arms, sweep)
+        return figures
+    for backbone in dict.fromkeys(parse_arm(arm)[0] for arm in arms):
+        mine = [arm for arm in arms if parse_arm(arm)[0] == backbone]
+        with _shared(backbone, card.device, run.config(mine[0])):
+            run.backbone(backbone, mine, rows, tokens)
+        card.release()
+    for line in figures["ratios"]:
+        say(_ratio_line(line))
+    return figures
+
+
+def _ratio_line(line: Mapping[str, Any]) -> str:
+    def shown(name: str) -> str:
+        return "-" if line[name] is None else f"{line[name]:.3f}"
+
+    peak = line["ccq_over_backbone_peak_bytes"]
+    more = "-" if peak is None else mebibytes(peak)
+    return (
+        f"{line['backbone']}: +ccq over backbone {shown('ccq_over_backbone_step')} step, "
+        f"{shown('ccq_over_backbone_prefill')} prefill, {more} MiB more at the peak; "
+        f"backbone over {PACKAGE} {shown('backbone_over_package_step')} step, "
+        f"{shown('backbone_over_package_prefill')} prefill"
+    )

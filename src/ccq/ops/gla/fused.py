@@ -1,0 +1,194 @@
+"""flash-linear-attention's kernels for gated linear attention as operators of torch.
+
+The package's functions are called below their autograd, so that the operators can be compiled around and captured in
+CUDA graphs. Operators take and return plain tensors, and never None: a gradient that is not wanted is an empty tensor.
+
+| operator | what it is |
+| --- | --- |
+| ccq::gated_linear_attention | the rule over any number of tokens, in chunks of 64, differentiable |
+| ccq::gated_linear_attention_backward | its gradients |
+| ccq::gated_linear_attention_token | one token of every sequence, without gradients |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from ccq.ops.flash_linear_attention import CHUNK, launching, packing
+from ccq.ops.write_rule import WriteRuleResult
+
+RULE = "gla"
+
+
+@library.custom_op(
+    "ccq::gated_linear_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor? state, float scale, int[]? boundaries)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    scale: float,
+    boundaries: Sequence[int] | None,
+) -> tuple[Tensor, ...]:
+    """Output and last state; and for the backward pass the decays summed from the beginning of each chunk, and the
+    weights inside the chunks (only those of earlier keys are written). `log_decay` is float32.
+    """
+    q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
+    with launching(RULE, q, v):
+        from fla.ops.gla.chunk import chunk_gla_fwd
+
+        packed = packing(boundaries, q)
+        summed, weights, _, final, output = chunk_gla_fwd(
+            q=q, k=k, v=v, g=log_decay, g_cumsum=None, scale=scale,
+            initial_state=None if state is None else state.contiguous(), output_final_state=True,
+            cu_seqlens=packed.cu_seqlens, chunk_size=CHUNK, chunk_indices=packed.chunk_indices,
+        )  # fmt: skip
+    return output, final, summed, weights
+
+
+@forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    scale: float,
+    boundaries: Sequence[int] | None,
+) -> tuple[Tensor, ...]:
+    rows, tokens, heads, size = q.shape
+    sequences = rows if boundaries is None else len(boundaries) - 1
+    kept = torch.float32
+    return (
+        v.new_empty(v.shape),
+        v.new_empty((sequences, heads, size, v.shape[3]), dtype=kept),
+        q.new_empty(q.shape, dtype=kept),
+        q.new_empty((rows, tokens, heads, CHUNK), dtype=kept),
+    )
+
+
+@library.custom_op(
+    "ccq::gated_linear_attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor summed, Tensor weights, Tensor? state, Tensor d_output, "
+    "Tensor? d_final, float scale, int[]? boundaries) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    summed: Tensor,
+    weights: Tensor,
+    state: Tensor | None,
+    d_output: Tensor,
+    d_final: Tensor | None,
+    scale: float,
+    boundaries: Sequence[int] | None,
+) -> tuple[Tensor, ...]:
+    """The gradients in q, k, v, log_decay and state (empty without a state)."""
+    q, k, v, d_output = (x.contiguous() for x in (q, k, v, d_output))
+    with launching(RULE, q, v):
+        from fla.ops.gla.chunk import chunk_gla_bwd
+
+        packed = packing(boundaries, q)
+        d_q, d_k, d_v, d_log_decay, d_state = chunk_gla_bwd(
+            q=q, k=k, v=v, g=None, g_cumsum=summed, scale=scale,
+            initial_state=None if state is None else state.contiguous(), h=None, A=weights, do=d_output,
+            dht=None if d_final is None else d_final.contiguous(), cu_seqlens=packed.cu_seqlens, chunk_size=CHUNK,
+            chunk_indices=packed.chunk_indices,
+        )  # fmt: skip
+    return d_q.to(q.dtype), d_k.to(k.dtype), d_v, d_log_decay, summed.new_empty(0) if d_state is None else d_state
+
+
+@backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    summed: Tensor,
+    weights: Tensor,
+    state: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    gradients = tuple(x.new_empty(x.shape) for x in (q, k, v, summed))
+    return *gradients, summed.new_empty(0 if state is None else state.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, _, state, ctx.scale, ctx.boundaries = inputs
+    _, _, summed, weights = output
+    ctx.save_for_backward(q, k, v, summed, weights, state)
+    ctx.mark_non_differentiable(summed, weights)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_output: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    *saved, state = ctx.saved_tensors
+    if d_output is None:
+        d_output = torch.zeros_like(saved[2])
+    *gradients, d_state = torch.ops.ccq.gated_linear_attention_backward(
+        *saved, state, d_output, d_final, ctx.scale, ctx.boundaries
+    )
+    return *gradients, None if state is None else d_state, None, None
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+@library.custom_op(
+    "ccq::gated_linear_attention_token",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state, float scale) -> (Tensor, Tensor)",
+)
+def token(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token, q, k, log_decay [N, 1, H, D] and v [N, 1, H, V]: output and new state, computed in float32."""
+    q, k, v, log_decay, state = (x.contiguous() for x in (q, k, v, log_decay, state))
+    with launching(RULE, q, v):
+        from fla.ops.common.fused_recurrent import fused_recurrent_fwd
+
+        output, new = fused_recurrent_fwd(
+            q=q, k=k, v=v, gk=log_decay, scale=scale, initial_state=state, output_final_state=True
+        )
+    return output.to(v.dtype), new
+
+
+@token.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def fused_gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    scale: float,
+    boundaries: list[int] | None,
+) -> WriteRuleResult:
+    """Shapes as in `ccq.ops.gla.gated_linear_attention`, with at least one sequence and token; nothing is checked."""
+    # Outside of the operator, whose gradients are then those of its own inputs.
+    return WriteRuleResult(
+        *torch.ops.ccq.gated_linear_attention(q, k, v, log_decay.float(), state, scale, boundaries)[:2]
+    )
+
+
+def fused_gated_linear_attention_token(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
+) -> WriteRuleResult:
+    """The same for one token of every sequence; no gradients."""
+    return WriteRuleResult(*torch.ops.ccq.gated_linear_attention_token(q, k, v, log_decay, state, scale))
