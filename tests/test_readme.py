@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and continuing with a state gives what the whole sequence gives."""
+"""The examples of the README run as they stand, and its figures are those of the files they come from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ccq import curvature_conditioned_query, gated_linear_attention
@@ -14,12 +15,12 @@ from tests.helpers import assert_close
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+OPERATOR, MODEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_example_continues_the_sequence() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     found: dict[str, Any] = {}
-    exec(code, found)
+    exec(OPERATOR, found)
     q, k, v, log_decay, gate = (
         torch.cat((x, x[:, :1]), 1) for x in (found[name] for name in ("q", "k", "v", "log_decay", "gate"))
     )
@@ -27,6 +28,25 @@ def test_the_example_continues_the_sequence() -> None:
     whole = gated_linear_attention(read.query, k, v, log_decay, backend="reference")
     assert_close("last output", found["out"].output[:, 0], whole.output[:, -1], 1e-5)
     assert_close("memory", found["out"].state, whole.state, 1e-5)
+
+
+def test_the_model_comes_back_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved: dict[str, Any] = {}
+    before, after = MODEL.split("model = AutoModelForCausalLM")
+    exec(before, saved)
+    tokens = torch.arange(6)[None]
+    expected = saved["model"].eval()(tokens).logits
+    exec("model = AutoModelForCausalLM" + after, saved)
+    assert torch.equal(saved["model"].eval()(tokens).logits, expected)
+
+
+def test_the_figures_of_the_gpu_are_those_of_the_results_file() -> None:
+    figures = json.loads((ROOT / "benchmarks/results/operator-h200.json").read_text())
+    rows = {row["function"]: row for row in figures["functions"] if row["rows"] == 8}
+    for name in ("triton", "composed"):
+        forward, both = (rows[name][one]["device"]["median_ms"] for one in ("forward", "forward_backward"))
+        assert re.search(rf"{forward:.2f}( ms forward)? and\s{both:.2f} ms", README), name
 
 
 def test_the_speed_table_is_that_of_the_results_file() -> None:
