@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bench.card import Cpu
 from tests.helpers import assert_close
 from torch import Tensor
 
 from ccq.bench import gpu
-from ccq.bench.gpu import Card, bench_operator_on_gpu, composed_read_step, floor_bytes, time_first_call
+from ccq.bench.gpu import bench_operator_on_gpu, composed_read_step, floor_bytes, time_first_call
 from ccq.bench.machine import gpu_environment
+from ccq.bench.measure import WARMUP, Card, rounds
 from ccq.bench.operator import Shape
 from ccq.bench.tables import speed_page
 from ccq.cli import main
@@ -78,17 +80,12 @@ def test_floor_by_hand() -> None:
     assert floor_bytes(Shape(1, 129, 1, 32), 4)["forward"] == 4 * (3 * 129 * 32 + 2 * 2 * 32 * 32)
 
 
-class Cpu(Card):
+class Clocked(Cpu):
     """A card whose clock runs 2 ms a look and whose memory is what the script says."""
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
+        super().__init__()
         self.work: list[Callable[[], Any]] = []
-        self.memory = itertools.count(0, 1000)
-
-    def synchronize(self) -> None:
-        pass
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         step()
@@ -97,18 +94,6 @@ class Cpu(Card):
     def elapsed_ms(self, work: Callable[[], Any]) -> float:
         work()
         return 2.0
-
-    def allocated(self) -> int:
-        return next(self.memory)
-
-    def reset_peak(self) -> None:
-        pass
-
-    def peak(self) -> int:
-        return next(self.memory) + 500
-
-    def release(self) -> None:
-        pass
 
     def copy_bytes_per_second(self) -> float:
         return 1e9
@@ -131,7 +116,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def measure(said: list[str], saved: list[Any], **changed: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "rows": (1, 2), "tokens": 20, "heads": 2, "size": 8, "dtype": "bfloat16", "repeats": 4, "limit": 60,
-        "long": True, "card": Cpu(),
+        "long": True, "card": Clocked(),
     }  # fmt: skip
     return bench_operator_on_gpu(
         **{**settings, **changed}, say=said.append, save=lambda figures: saved.append(json.loads(json.dumps(figures)))
@@ -205,7 +190,8 @@ def test_what_cannot_be_measured_is_said_and_costs_no_other_row(monkeypatch: pyt
         raise subprocess.TimeoutExpired("python", options["timeout"])
 
     monkeypatch.setattr(gpu, "time_first_call", time_first_call)
-    monkeypatch.setattr(gpu.subprocess, "run", hangs)
+    stand_in = types.SimpleNamespace(run=hangs, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("ccq.bench.measure.subprocess", stand_in)
 
     class NoCapture(Cpu):
         def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -228,7 +214,7 @@ def test_what_cannot_be_measured_is_said_and_costs_no_other_row(monkeypatch: pyt
 
 def test_a_timing_ends_at_its_limit_but_not_before_three_rounds() -> None:
     values = itertools.count(1.0)
-    found = gpu.rounds({"a": lambda: next(values)}, repeats=1000, limit=0.0)
+    found = rounds({"a": lambda: next(values)}, repeats=1000, limit=0.0)
     # After five rounds of warm-up the values are 6, 7, 8.
     assert found["a"] == {"median_ms": 7.0, "lower_quartile_ms": 6.0, "upper_quartile_ms": 8.0, "rounds": 3}
 
@@ -239,8 +225,8 @@ def test_functions_take_turns() -> None:
     def timer(name: str) -> Callable[[], float]:
         return lambda: float(order.append(name) or len(order))
 
-    gpu.rounds({name: timer(name) for name in "ab"}, repeats=3, limit=60.0)
-    assert "".join(order[2 * gpu.WARMUP :]) == "ababab"
+    rounds({name: timer(name) for name in "ab"}, repeats=3, limit=60.0)
+    assert "".join(order[2 * WARMUP :]) == "ababab"
 
 
 def test_the_fresh_process_prints_what_is_read_back(capsys: pytest.CaptureFixture[str]) -> None:

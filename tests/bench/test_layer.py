@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import types
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bench.card import Cpu
 from tests.helpers import assert_close
 from torch import Tensor, nn
 
 from ccq.bench import layer
-from ccq.bench.gpu import Card
 from ccq.bench.layer import Sizes, bench_layer, projection_flops, ratios
 from ccq.bench.tables import speed_page
 from ccq.cli import main
@@ -25,18 +24,13 @@ from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention
 SIZES = Sizes(hidden=12, heads=2, size=4, value_size=6)
 
 
-class Cpu(Card):
+class Replayed(Cpu):
     """A card on which replays of the n-th captured step take n ms."""
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
+        super().__init__()
         self.captured = 0
-        self.memory = itertools.count(0, 1000)
         self.replaying = 0
-
-    def synchronize(self) -> None:
-        pass
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         step()
@@ -52,15 +46,6 @@ class Cpu(Card):
         self.replaying = 0
         work()
         return float(self.replaying)
-
-    def allocated(self) -> int:
-        return next(self.memory)
-
-    def reset_peak(self) -> None:
-        pass
-
-    def peak(self) -> int:
-        return next(self.memory) + 500
 
     def release(self) -> None:
         self.captured = 0
@@ -101,7 +86,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 def measure(said: list[str], saved: list[Any], **changed: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "backbones": ("gla", "gated-deltanet"), "rows": (1, 2), "tokens": 6, "sizes": SIZES, "dtype": "float32",
-        "repeats": 4, "limit": 60, "compiled": False, "with_profile": False, "card": Cpu(),
+        "repeats": 4, "limit": 60, "compiled": False, "with_profile": False, "card": Replayed(),
     }  # fmt: skip
     return bench_layer(
         **{**settings, **changed}, say=said.append, save=lambda figures: saved.append(json.loads(json.dumps(figures)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.bench.card import Cpu
 from torch import Tensor, nn
 
 from ccq.bench import model
-from ccq.bench.gpu import Card
 from ccq.bench.model import bench_model, model_flops_share, ratios, sweep_shapes, time_first_step
 from ccq.bench.tables import speed_page
 from ccq.cli import main
@@ -23,30 +22,6 @@ from ccq.models import CCQForCausalLM, preset
 from ccq.models.counts import flops_per_token
 
 SMALL = {"num_layers": 1, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 11}
-
-
-class Cpu(Card):
-    """A card whose memory grows by 1000 bytes a look, and peaks 500 above."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.memory = itertools.count(0, 1000)
-
-    def synchronize(self) -> None:
-        pass
-
-    def allocated(self) -> int:
-        return next(self.memory)
-
-    def reset_peak(self) -> None:
-        pass
-
-    def peak(self) -> int:
-        return next(self.memory) + 500
-
-    def release(self) -> None:
-        pass
 
 
 class Plain(nn.Module):
@@ -228,7 +203,8 @@ def test_what_cannot_be_measured_is_said_and_costs_no_other_row(monkeypatch: pyt
     def hangs(*_: Any, **options: Any) -> None:
         raise subprocess.TimeoutExpired("python", options["timeout"])
 
-    monkeypatch.setattr(model.subprocess, "run", hangs)
+    stand_in = types.SimpleNamespace(run=hangs, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("ccq.bench.measure.subprocess", stand_in)
     monkeypatch.setattr(model, "ARMS", ("gla",))
     figures = measure([], [], arms=("gla", "gla+ccq"), first_step=True)
     notes = "\n".join(figures["notes"])

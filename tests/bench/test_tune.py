@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ccq.bench import tune
-from ccq.bench.gpu import Card
+from ccq.bench.measure import Card
 from ccq.cli import main
 from ccq.ops import flash_linear_attention, rms_norm_gated
 from ccq.ops.gated_delta_rule import fused as gated_delta_rule

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.capture import capture
 from tests.helpers import assert_close, relative_error
 from torch import Tensor, nn
 
@@ -192,15 +193,7 @@ def test_a_cuda_graph_captures_a_training_step(backbone: str) -> None:
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(half(static).output, (static, *half.parameters()), gradient)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for x in inputs:
         with torch.no_grad():
             static.copy_(x)

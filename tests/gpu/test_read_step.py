@@ -7,11 +7,11 @@ an error may be at most twice that of a plain routine with operands rounded to t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.gpu.capture import capture
 from tests.helpers import assert_close, relative_error
 from tests.ops.query.test_curvature_conditioned_query import (
     MASKS,
@@ -254,20 +254,6 @@ def test_a_device_that_is_not_the_current_one() -> None:
     expected = curvature_conditioned_query(*token[:3], statistics=token.statistics, backend="reference")
     assert_close("query", update_and_read_(q, k, gate, statistics).query.cpu(), expected.query, 1e-2)
     assert_close("second moment", statistics.second_moment.cpu(), expected.statistics.second_moment, 1e-5)
-
-
-def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A CUDA graph of the function, after two runs of it on another stream, and the tensors that it writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
-    return graph, outputs
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the graph is captured on its own stream

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.gpu.capture import capture
 from tests.helpers import assert_close, relative_error
 from tests.ops.fixtures.write_rules import SINGLE, Inputs, WriteRuleBattery
 from tests.ops.gated_delta_rule import test_gated_delta_rule
@@ -466,20 +467,6 @@ def test_a_device_that_is_not_the_current_one(rule: str) -> None:
     for name, value in first.items():
         assert torch.equal(second[name].cpu(), value.cpu()), name
     assert torch.cuda.current_device() == 0
-
-
-def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A CUDA graph of the function, after two runs of it on another stream, and the tensors that it writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
-    return graph, outputs
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the graph is captured on its own stream

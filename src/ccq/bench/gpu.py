@@ -15,37 +15,35 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-import textwrap
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ccq.bench.machine import environment, gpu_environment
+from ccq.bench.measure import (
+    WARMUP,
+    Card,
+    Measurement,
+    brief,
+    device_timer,
+    mebibytes,
+    milliseconds,
+    rounds,
+    run_afresh,
+    wall_timer,
+    wrapped,
+)
 from ccq.bench.operator import SCHEMA, Shape
 from ccq.ops.query import curvature_conditioned_query, l2_normalize
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PASSES = ("forward", "forward_backward")
-WARMUP = 5
-LEAST_ROUNDS = 3
-"""Rounds that are measured even if the time limit has passed: quartiles need some."""
-REPLAY_MS = 4.0
-"""Replays between two events take about so long together, so that the first launch does not count."""
 LONG_TOKENS = (8192, 131_072)
-COPY_BYTES = 2**30
 FLOOR_CHUNK = 128
 FLOOR_TILE = 64
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Inputs(NamedTuple):
@@ -86,7 +84,7 @@ class Candidate(NamedTuple):
         if name == "forward":
             with torch.no_grad():
                 return self.query(q, k, gate)
-        # Leaves of their own: autograd ties a leaf to the stream that first used it, which a graph's capture must not be.
+        # Leaves of their own: autograd ties a leaf to the stream that first used it, a graph is captured on another.
         leaves = tuple(x.detach().requires_grad_() for x in (q, k, gate))
         return torch.autograd.grad(self.query(*leaves), leaves, gradient)
 
@@ -158,122 +156,6 @@ def floor_bytes(shape: Shape, element: int) -> dict[str, int]:
     return {"forward": forward, "forward_backward": forward + 5 * sequence + 4 * states}
 
 
-class Card:
-    """Everything that is asked of the GPU itself."""
-
-    device = torch.device("cuda")
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that replays `step` as a CUDA graph."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
-
-    def elapsed_ms(self, work: Callable[[], Any]) -> float:
-        """Milliseconds between events before and after `work`."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated()
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
-    def release(self) -> None:
-        """Give memory that nothing uses back to the card."""
-        torch.cuda.empty_cache()
-
-    def copy_bytes_per_second(self) -> float:
-        """Bytes read plus bytes written by a large copy on the device, median of 20."""
-        source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        times = [self.elapsed_ms(lambda: target.copy_(source)) for _ in range(WARMUP + 20)][WARMUP:]
-        return 2 * COPY_BYTES / (statistics.median(times) / 1000)
-
-
-def brief(error: BaseException) -> str:
-    """The type and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def wrapped(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="  ")
-
-
-def milliseconds(value: float) -> str:
-    """For a narrow column."""
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
-def rounds(timers: Mapping[Key, Callable[[], float]], repeats: int, limit: float) -> dict[Key, dict[str, Any]]:
-    """Median and quartiles of each timer's milliseconds, called in turn for `repeats` rounds or `limit` seconds."""
-    ends = time.monotonic() + limit
-    times: dict[Key, list[float]] = {key: [] for key in timers}
-    for timer in timers.values():
-        for _ in range(WARMUP):
-            timer()
-    for done in range(repeats):
-        if done >= LEAST_ROUNDS and time.monotonic() > ends:
-            break
-        for key, timer in timers.items():
-            times[key].append(timer())
-    found = {}
-    for key, values in times.items():
-        low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-        found[key] = {
-            "median_ms": statistics.median(values),
-            "lower_quartile_ms": low,
-            "upper_quartile_ms": high,
-            "rounds": len(values),
-        }
-    return found
-
-
-def device_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
-    """A function that returns the milliseconds of one replay, averaged over as many as fill REPLAY_MS."""
-    replay = card.capture(step)
-    replay()
-    count = max(1, min(200, round(REPLAY_MS / max(card.elapsed_ms(replay), 1e-3))))
-
-    def several() -> None:
-        for _ in range(count):
-            replay()
-
-    return lambda: card.elapsed_ms(several) / count
-
-
-def wall_timer(card: Card, step: Callable[[], Any]) -> Callable[[], float]:
-    """A function that returns the milliseconds of one eager call, from idle to idle."""
-
-    def measure() -> float:
-        card.synchronize()
-        started = time.perf_counter()
-        step()
-        card.synchronize()
-        return 1000 * (time.perf_counter() - started)
-
-    return measure
-
-
 def _memory(card: Card, candidate: Candidate, inputs: Inputs) -> dict[str, dict[str, int]]:
     """Bytes above the inputs (q, k, gate and the gradient of the query), by pass.
 
@@ -307,35 +189,13 @@ def _relative_error(actual: Tensor, exact: Tensor) -> float:
     return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
-class Measurement:
-    """One run of the benchmark: `figures` is what goes to the file, `say` prints a line, `save` writes the figures.
+class OperatorMeasurement(Measurement):
+    """One run of the benchmark."""
 
-    Each part ends with a `save`, and each row is said when it is measured: a run that is cut short leaves what it had.
-    """
-
-    def __init__(
-        self,
-        figures: dict[str, Any],
-        *,
-        card: Card,
-        dtype: torch.dtype,
-        repeats: int,
-        limit: float,
-        say: Callable[[str], None],
-        save: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.figures = figures
-        self.card = card
+    def __init__(self, figures: dict[str, Any], *, dtype: torch.dtype, **settings: Any) -> None:
+        super().__init__(figures, **settings)
         self.dtype = dtype
-        self.repeats = repeats
-        self.limit = limit
-        self.say = say
-        self.save = save
         self.candidates: dict[str, Candidate] = {}
-
-    def note(self, text: str) -> None:
-        self.figures["notes"].append(text)
-        self.say(wrapped(f"note: {text}"))
 
     def first_call(self, shape: Shape, dtype: str) -> None:
         """Forward + backward in a fresh process with empty caches."""
@@ -486,10 +346,6 @@ class Measurement:
             self.save(self.figures)
 
 
-def mebibytes(value: int) -> str:
-    return f"{value / 2**20:.1f}"
-
-
 def time_first_call(shape: Shape, dtype: str, *, limit: float) -> dict[str, float]:
     """Seconds of forward + backward of the Triton backend in a fresh process that finds no compiled kernel.
 
@@ -498,24 +354,7 @@ def time_first_call(shape: Shape, dtype: str, *, limit: float) -> dict[str, floa
     takes more than `limit` seconds.
     """
     code = f"from ccq.bench.gpu import print_first_call; print_first_call({tuple(shape)!r}, {dtype!r})"
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-        started = time.perf_counter()
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env={**os.environ, **caches},
-                capture_output=True,
-                text=True,
-                timeout=limit,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"not finished after {limit:.0f} s") from error
-        seconds = time.perf_counter() - started
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise RuntimeError(lines[-1][:200] if lines else f"it ended with code {done.returncode}")
-    return {**json.loads(done.stdout.splitlines()[-1]), "process_seconds": seconds}
+    return run_afresh(code, limit)
 
 
 def print_first_call(
@@ -591,7 +430,7 @@ def bench_operator_on_gpu(
         "long": [],
         "notes": [],
     }
-    run = Measurement(figures, card=card, dtype=DTYPES[dtype], repeats=repeats, limit=limit, say=say, save=save)
+    run = OperatorMeasurement(figures, card=card, dtype=DTYPES[dtype], repeats=repeats, limit=limit, say=say, save=save)
     say(f"{figures['gpu']['card']}, torch {figures['environment']['torch']}, {dtype}")
     save(figures)  # a place that cannot be written is known before minutes are spent
     run.first_call(Shape(rows[0], tokens, heads, size), dtype)

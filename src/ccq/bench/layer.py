@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ccq.bench.gpu import (
-    DTYPES,
-    PASSES,
+from ccq.bench.gpu import DTYPES, PASSES
+from ccq.bench.machine import environment, gpu_environment
+from ccq.bench.measure import (
     WARMUP,
     Card,
+    Measurement,
     brief,
     device_timer,
     mebibytes,
@@ -33,7 +34,6 @@ from ccq.bench.gpu import (
     wall_timer,
     wrapped,
 )
-from ccq.bench.machine import environment, gpu_environment
 from ccq.nn import CurvatureConditionedQuery
 from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention
 from ccq.ops import flash_linear_attention
@@ -207,33 +207,13 @@ def profile(subject: Subject, case: Case, one: str, device: torch.device) -> lis
     return sorted(rows, key=lambda row: -row["microseconds"])
 
 
-class LayerMeasurement:
-    """One run: `figures` is what goes to the file, `say` prints a line, `save` writes the figures."""
+class LayerMeasurement(Measurement):
+    """One run of the benchmark."""
 
-    def __init__(
-        self,
-        figures: dict[str, Any],
-        *,
-        sizes: Sizes,
-        card: Card,
-        dtype: torch.dtype,
-        repeats: int,
-        limit: float,
-        say: Callable[[str], None],
-        save: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.figures = figures
+    def __init__(self, figures: dict[str, Any], *, sizes: Sizes, dtype: torch.dtype, **settings: Any) -> None:
+        super().__init__(figures, **settings)
         self.sizes = sizes
-        self.card = card
         self.dtype = dtype
-        self.repeats = repeats
-        self.limit = limit
-        self.say = say
-        self.save = save
-
-    def note(self, text: str) -> None:
-        self.figures["notes"].append(text)
-        self.say(wrapped(f"note: {text}"))
 
     def save_with_ratios(self) -> None:
         self.figures["ratios"] = ratios(self.figures["layers"])

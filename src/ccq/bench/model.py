@@ -17,21 +17,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ccq.bench.gpu import WARMUP, Card, brief, mebibytes, milliseconds, rounds, wall_timer, wrapped
 from ccq.bench.layer import PACKAGE, RULES
 from ccq.bench.machine import environment, gpu_environment
+from ccq.bench.measure import WARMUP, Card, Measurement, brief, mebibytes, milliseconds, rounds, run_afresh, wall_timer
 from ccq.models import CCQConfig, CCQForCausalLM, parse_arm, preset
 from ccq.models.counts import flops_per_token
 from ccq.ops import flash_linear_attention
@@ -151,33 +146,13 @@ def sweep_shapes(tokens: int) -> list[tuple[int, int]]:
     return shapes
 
 
-class ModelMeasurement:
-    """One run: `figures` is what goes to the file, `say` prints a line, `save` writes the figures."""
+class ModelMeasurement(Measurement):
+    """One run of the benchmark."""
 
-    def __init__(
-        self,
-        figures: dict[str, Any],
-        *,
-        scale: str,
-        changes: Mapping[str, Any],
-        card: Card,
-        repeats: int,
-        limit: float,
-        say: Callable[[str], None],
-        save: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.figures = figures
+    def __init__(self, figures: dict[str, Any], *, scale: str, changes: Mapping[str, Any], **settings: Any) -> None:
+        super().__init__(figures, **settings)
         self.scale = scale
         self.changes = changes
-        self.card = card
-        self.repeats = repeats
-        self.limit = limit
-        self.say = say
-        self.save = save
-
-    def note(self, text: str) -> None:
-        self.figures["notes"].append(text)
-        self.say(wrapped(f"note: {text}"))
 
     def save_with_ratios(self) -> None:
         self.figures["ratios"] = ratios(self.figures["models"])
@@ -331,24 +306,7 @@ def time_first_step(arm: str, scale: str, rows: int, tokens: int, *, limit: floa
     adds Python, torch, CUDA and making the model. RuntimeError if it fails or takes more than `limit` seconds.
     """
     code = f"from ccq.bench.model import print_first_step; print_first_step({arm!r}, {scale!r}, {rows}, {tokens})"
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-        started = time.perf_counter()
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env={**os.environ, **caches},
-                capture_output=True,
-                text=True,
-                timeout=limit,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"not finished after {limit:.0f} s") from error
-        seconds = time.perf_counter() - started
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise RuntimeError(lines[-1][:200] if lines else f"it ended with code {done.returncode}")
-    return {**json.loads(done.stdout.splitlines()[-1]), "process_seconds": seconds}
+    return run_afresh(code, limit)
 
 
 def print_first_step(arm: str, scale: str, rows: int, tokens: int, device: str = "cuda") -> None:

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ccq.bench.gpu import Card
 from ccq.bench.machine import gpu_environment
+from ccq.bench.measure import Card
 from ccq.files import write_json_atomically
 from ccq.ops import flash_linear_attention, rms_norm_gated
 from ccq.ops.flash_linear_attention import Configuration, Launcher, Table
