@@ -193,7 +193,7 @@ def test_what_cannot_be_measured_is_said_and_costs_no_other_row(monkeypatch: pyt
     stand_in = types.SimpleNamespace(run=hangs, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr("ccq.bench.measure.subprocess", stand_in)
 
-    class NoCapture(Cpu):
+    class NoCapture(Clocked):
         def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
             if not torch.is_grad_enabled():
                 raise AssertionError("the step chooses autograd itself")
