@@ -336,9 +336,8 @@ def render_report(results: CompareResults) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     # "95 %" must not break between the figure and its sign.
     environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    template = environment.from_string(
-        resources.files("ccq.report").joinpath("template.html.j2").read_text(encoding="utf-8")
-    )
+    folder = resources.files("ccq.report")
+    template = environment.from_string(folder.joinpath("template.html.j2").read_text(encoding="utf-8"))
     # The panels are built by our own plotting code, in which matplotlib has escaped every string.
     figures = [
         {**figure._asdict(), "panels": [Markup(panel) for panel in figure.panels]} for figure in all_figures(results)
@@ -365,6 +364,7 @@ def render_report(results: CompareResults) -> str:
         values=task["values"],
         needles=task["needles_per_window"],
         version=results["environment"]["ccq"],
+        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
     )
 
 

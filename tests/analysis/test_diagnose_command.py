@@ -1,0 +1,77 @@
+"""`ccq diagnose` from a folder with a model to the two files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.analysis.tokenizer import prompt_tokenizer
+
+from ccq.analysis.diagnosis import DiagnosisResults, diagnose
+from ccq.cli import main
+from ccq.evals.results import _check
+from ccq.models import CCQForCausalLM, preset
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    CCQForCausalLM(preset("gla+ccq-tiny", vocab_size=700, initializer_range=0.2)).save_pretrained(path)
+    prompt_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ccq.report.diagnosis.all_figures", lambda results: [])
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_command_writes_what_the_function_finds(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    arguments = ["diagnose", str(folder), "--out", str(out), "--prompts", "2", "--fillers", "4", "--device", "cpu"]
+    assert main(arguments) == 0
+    assert "The unique tokens of the needle lie less" in capsys.readouterr().out
+    found: Any = json.loads((out / "diagnosis.json").read_text())
+    _check(found, DiagnosisResults, "")
+    assert sorted(path.name for path in out.iterdir()) == ["diagnosis.html", "diagnosis.json"]
+    model = CCQForCausalLM.from_pretrained(folder).eval()
+    expected = diagnose(
+        model, prompt_tokenizer(), name=str(folder), environment=found["environment"], prompts=2, fillers=4
+    )
+    assert found == {**expected, "created": found["created"]}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_own_text_stands_around_the_needle(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("The first sentence is here. The second sentence is here.\n")
+    command = ["diagnose", str(folder), "--out", str(tmp_path), "--prompts", "1", "--fillers", "4", "--device", "cpu"]
+    assert main([*command, "--text", str(tmp_path / "text")]) == 0
+    settings = json.loads((tmp_path / "diagnosis.json").read_text())["settings"]
+    assert settings["text"] == str(tmp_path / "text") and settings["sentences"] == 2
+    assert main(command) == 0
+    without = json.loads((tmp_path / "diagnosis.json").read_text())["settings"]
+    assert without["text"] is None and without["tokens"] != settings["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--fillers", "1"], "at least 1 prompt with 2 sentences"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--text", "nowhere"], "text folder nowhere does not exist"),
+    ],
+)
+def test_wrong_input_is_named_and_writes_nothing(
+    folder: Path, tmp_path: Path, changes: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", str(folder), "--out", str(tmp_path / "out"), "--device", "cpu", *changes]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,184 @@
+"""The page of a diagnosis says what its results say, and needs nothing but itself."""
+
+from __future__ import annotations
+
+import copy
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ccq.report.diagnosis import all_figures, findings, headline, layer_tables, render_diagnosis, write_diagnosis
+
+LAYERS, HEADS = 3, 2
+
+
+def _kinds(text: float) -> dict[str, float]:
+    return {"text": text, "needle": text + 0.02, "question": text + 0.1, "last": text + 0.2}
+
+
+def _keys(look: str, difference: float) -> dict[str, Any]:
+    layers = [
+        {
+            "layer": layer,
+            "name": f"layers.{layer}.attn",
+            "difference": difference + 0.1 * layer,
+            "standard_deviation": 0.02,
+            "unique": 0.5 + difference + 0.1 * layer,
+            "needle": 0.48,
+            "text": 0.5,
+            "rare_text": 0.45,
+            "difference_by_head": [difference + 0.1 * layer + 0.04 * (2 * head - 1) for head in range(HEADS)],
+        }
+        for layer in range(LAYERS)
+    ]
+    mean = sum(layer["difference"] for layer in layers) / LAYERS
+    cells = [cell for layer in layers for cell in layer["difference_by_head"]]
+    return {
+        "keys": look,
+        "alignment": {
+            "directions": 4,
+            "difference": mean,
+            "unique": 0.5 + mean,
+            "text": 0.5,
+            "layers_below_zero": sum(layer["difference"] < 0 for layer in layers),
+            "heads_above_zero": sum(cell > 0 for cell in cells),
+            "heads": len(cells),
+            "layers": layers,
+            "histogram": {"edges": [0.0, 0.5, 1.0], "unique": [6, 4], "text": [30, 70]},
+        },
+        "spectrum": [
+            {
+                "layer": layer,
+                "name": f"layers.{layer}.attn",
+                "trace": 0.75,
+                "mean_length_squared": 0.25,
+                "largest": 0.4,
+                "top_share": 0.95,
+                "effective_rank": 2.5,
+                "eigenvalues": [0.4, 0.2, 0.1, 0.05, 0.0],
+            }
+            for layer in range(LAYERS)
+        ],
+    }
+
+
+@pytest.fixture
+def results() -> Any:
+    layers = [{"layer": layer, "name": f"layers.{layer}.attn"} for layer in range(LAYERS)]
+    return {
+        "schema": "ccq-diagnosis/1",
+        "created": "2026-01-02T03:04:05+00:00",
+        "model": {"name": "a <b>model", "type": "ccq", "arm": "gla+ccq", "parameters": 12345, "dtype": "float32"},
+        "settings": {
+            "prompts": 7, "seed": 0, "fillers": 120, "text": None, "sentences": 60, "tokens": [1500, 1600],
+            "queries": "memory", "nominal_gate": None,
+        },
+        "versions": {"torch": "2.0", "transformers": "5.0"},
+        "environment": {"ccq": "9.8.7", "python": "3", "torch": "2.0", "platform": "p", "processor": "c", "cores": 1,
+                        "threads_per_run": 1, "device": "cpu"},
+        "keys": [_keys("projection", -0.25), _keys("memory", -0.05)],
+        "correction": [
+            {**layer, "gate": _kinds(0.3), "relative_size": _kinds(0.004), "angle": 0.25, "rounding_noise": 0.9,
+             "unchanged": 0.125}
+            for layer in layers
+        ],
+        "margins": [
+            {**layer, "condition_holds": 0.6, "margin": 0.2, "change": change, "standard_deviation": 0.001,
+             "first_direction": change / 2, "score_change": _kinds(-0.01)}
+            for layer, change in zip(layers, (0.004, 0.002, -0.003), strict=True)
+        ],
+        "expansion": [
+            {"length": length, "remainder": 1e-4 * length**3, "remainder_of_linear": 1e-2 * length**2,
+             "covariance_distance": 0.05 * length, "action_cosine": 0.9}
+            for length in (1.0, 4.0, 16.0)
+        ],
+    }  # fmt: skip
+
+
+def test_sentences_state_the_figures(results: Any) -> None:
+    assert headline(results) == (
+        "The unique tokens of the needle lie less in the crowded directions of the keys than the text around them in "
+        "3 of 3 layers in the output of the key projection and in 1 of 3 layers in the keys that enter memory."
+    )
+    texts = [finding.text for finding in findings(results)]
+    assert texts[0].endswith(
+        "35 % of a unique needle token's distance from the mean lies in the top 4 directions, of a token of the text "
+        "50 %, of one as rare 45 % (difference −0.150, from prompt to prompt ± 0.020 in a layer; above zero in 0 of 6 "
+        "heads)."
+    )
+    assert "With its own gate the correction is 0.4 % of a query on the text and 10 % on the question" in texts[2]
+    assert "turns a query by 0.25°" in texts[2] and "an error as large as 90 % of the correction" in texts[2]
+    assert texts[3] == (
+        "The gate is 0.300 on the text, 0.320 on the needle, 0.400 on the question, 0.500 on the last token."
+    )
+    assert "by +0.001, from +0.2, and widens it in 2 of 3 layers; the sign condition holds for 60 %" in texts[4]
+    assert "0.0001 nats at length 1, 0.0064 nats at length 4" in texts[5]
+
+
+def test_a_model_without_gate_or_queries_is_described_as_that(results: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ccq.report.diagnosis._svg", lambda *_: "")  # drawing takes most of the time
+    ungated = copy.deepcopy(results)
+    ungated["settings"]["nominal_gate"] = 0.3
+    for layer in ungated["correction"]:
+        layer["gate"] = None
+    texts = [finding.text for finding in findings(ungated)]
+    assert any("With a gate of 0.3, since the model has none, the correction is" in text for text in texts)
+    assert not any(text.startswith("The gate is") for text in texts)
+    assert "gate-by-kind" not in [figure.key for figure in all_figures(ungated)]
+    assert not any("gate" in name for table in layer_tables(ungated) for name in table.header)
+
+    unqueried = {**results, "correction": None, "margins": None, "expansion": None}
+    assert findings(unqueried)[-1].text.startswith("The queries of this model cannot be told")
+    assert [figure.key for figure in all_figures(unqueried)] == ["curve", "histogram", "heat", "spectrum"]
+    assert len(layer_tables(unqueried)) == 2
+    assert "cannot be told" in render_diagnosis(unqueried)
+
+
+def test_tables_have_a_row_a_layer(results: Any) -> None:
+    projection, memory, queries = layer_tables(results)
+    assert projection.rows[2] == ["2", "0.450", "0.500", "−0.050", "0.95", "0.400", "2.5", "0.25"]
+    assert [row[3] for row in memory.rows] == ["−0.050", "+0.050", "+0.150"]
+    assert queries.rows[0] == ["0", "0.300", "0.400", "0.4 %", "0.25°", "90 %", "60 %", "+0.2", "+0.004"]
+
+
+def test_one_prompt_and_one_layer_are_drawn(results: Any) -> None:
+    for keys in results["keys"]:
+        keys["alignment"]["layers"] = keys["alignment"]["layers"][:1]
+        keys["alignment"]["layers"][0] |= {"standard_deviation": None, "rare_text": None}
+        keys["spectrum"] = keys["spectrum"][:1]
+    for part in ("correction", "margins"):
+        results[part] = results[part][:1]
+    results["margins"][0]["standard_deviation"] = None
+    assert len(all_figures(results)) == 8
+    assert "from prompt to prompt" not in findings(results)[0].text and "as rare" not in findings(results)[0].text
+
+
+class _References(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.targets += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+
+
+def test_the_page_refers_to_nothing_outside_and_escapes_names(
+    results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = render_diagnosis(results)
+    found = _References(page)
+    assert all(target.startswith("#") for target in found.targets)
+    assert not found.tags & {"script", "link", "iframe", "object", "img"}
+    assert "url(http" not in page and "@import" not in page
+    assert "<b>model" not in page and "a &lt;b&gt;model" in page
+    assert "Made by ccq 9.8.7" in page and "7 prompts of 1500 to 1600 tokens" in page
+    cells = [c for keys in results["keys"] for x in keys["alignment"]["layers"] for c in x["difference_by_head"]]
+    assert all(f">{cell:.2f}<" in page for cell in cells) and "ends at ± 0.29" in page
+    monkeypatch.setattr("ccq.report.diagnosis.render_diagnosis", lambda given: page if given is results else "")
+    write_diagnosis(results, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_bytes() == page.encode()
