@@ -1,17 +1,45 @@
-"""Needle accuracy: does the model say the value that the window stated for the asked key?"""
+"""Needle accuracy: does the model say the value that the text stated for the asked key?
+
+`evaluate_needles` asks models that know the tokens of `ccq.data.needles`; `needle_tasks` asks any model in plain text,
+as RULER does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ccq.data.needles import NeedleWindows
+from ccq.data.ruler import ANSWER_TOKENS, NEEDLE_TASKS, has_sentence_splitter, needle_samples, score_answer
+from ccq.evals.decoding import greedy_answers
+from ccq.evals.harness import EvalTask, LoadedModel, mean_score
+from ccq.evals.local_data import EMBEDDED, HubText, read_text, text_source
 from ccq.evals.perplexity import EvaluatedModel, evaluation_mode, multiple_of
-from ccq.evals.results import NeedleDepthResult, NeedleLengthResult
+from ccq.evals.results import EvalPoint, EvalTaskResult, NeedleDepthResult, NeedleLengthResult
+
+LENGTHS = (1024, 2048, 4096, 8192)
+"""Of the paper's table 3."""
+READ_OFF_LENGTHS: Mapping[str, tuple[int, ...]] = {
+    "niah_single_1": (4096, 8192, 16384, 32768, 65536, 102400),
+    "niah_single_2": (4096, 8192, 16384),
+    "niah_single_3": (4096, 8192, 16384),
+}
+"""The paper's runs with the correction switched off: pass-key from 4K to 100K, number and UUID from 4K to 16K. It names
+the ends; the lengths between them are a choice of this library."""
+ESSAYS = "essays"
+"""The file or folder that haystacks of essays are made of."""
+HUB_ESSAYS = HubText("baber/paul_graham_essays", None, "train", "text")
+"""What lm-eval's tasks read."""
+DEPTH_BINS = 10
+_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True)
@@ -117,3 +145,135 @@ def wilson_interval(correct: int, asked: int) -> tuple[float, float]:
 
     interval = binomtest(correct, asked).proportion_ci(confidence_level=0.95, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+def needle_tasks(
+    loaded: LoadedModel,
+    lengths: Mapping[str, Sequence[int]],
+    *,
+    samples: int,
+    seed: int,
+    batch_size: int,
+    folder: Path | None = None,
+    hub_essays: bool = False,
+) -> list[EvalTask]:
+    """Tasks of RULER, one for each name and length: see `ccq.data.ruler`.
+
+    Args:
+        loaded: the model.
+        lengths: of each task of `NEEDLE_TASKS` that is run, in tokens, prompt and answer together.
+        samples: of each task and length.
+        seed: of the samples.
+        batch_size: rows of a call.
+        folder: where `ESSAYS` is; None for the sources of Python's standard library.
+        hub_essays: take the essays of the hub instead, in lm-eval's own steps of 500 words.
+    """
+    longest = max((max(sizes) for name, sizes in lengths.items() if NEEDLE_TASKS[name].haystack == "essay"), default=0)
+
+    @functools.cache
+    def essays() -> tuple[str, dict[str, Any]]:
+        local = ESSAYS if folder is not None else EMBEDDED
+        source = text_source(ESSAYS, None, HUB_ESSAYS) if hub_essays else text_source(local, folder, None)
+        text = read_text(source, characters=_CHARACTERS_PER_TOKEN * longest, limit=None)
+        is_original = "the essays of RULER's own tasks" if hub_essays else "local text, not the essays of RULER"
+        return " ".join(text.documents), {"haystack": is_original, **text.description}
+
+    def task(name: str, length: int) -> EvalTask:
+        def run(advance: Callable[[int, int], None]) -> EvalTaskResult:
+            return _ask(loaded, name, length, samples, seed, batch_size, essays, hub_essays, advance)
+
+        return EvalTask(f"{name}/{length}", run)
+
+    return [task(name, length) for name, sizes in lengths.items() for length in sizes]
+
+
+def _ask(
+    loaded: LoadedModel,
+    name: str,
+    length: int,
+    samples: int,
+    seed: int,
+    batch_size: int,
+    essays: Callable[[], tuple[str, dict[str, Any]]],
+    hub_essays: bool,
+    advance: Callable[[int, int], None],
+) -> EvalTaskResult:
+    questions = needle_samples(
+        name,
+        length=length,
+        samples=samples,
+        seed=seed,
+        count_tokens=lambda text: len(loaded.encode(text)),
+        essays=lambda: essays()[0],
+        fill=not hub_essays,
+    )
+    prompts = [loaded.encode(question.prompt) for question in questions]
+    done = 0
+
+    def count(answers: int) -> None:
+        nonlocal done
+        done += answers
+        advance(done, samples)
+
+    def text_of(tokens: list[int]) -> str:
+        return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    answers = greedy_answers(
+        loaded.model,
+        prompts,
+        max_new_tokens=ANSWER_TOKENS,
+        batch_size=batch_size,
+        end_tokens=loaded.end_tokens,
+        # What an answer contains it goes on to contain, so the rest of it changes no score.
+        is_enough=lambda number, tokens: score_answer(text_of(tokens), questions[number].answers) == 1,
+        on_answers=count,
+    )
+    records: list[dict[str, Any]] = []
+    for number, (question, prompt, answer) in enumerate(zip(questions, prompts, answers, strict=True)):
+        text = text_of(answer.tokens)
+        records.append(
+            {
+                "sample": number,
+                "prompt_tokens": len(prompt),
+                "prompt_sha256": hashlib.sha256(question.prompt.encode()).hexdigest(),
+                "depth": question.depth,
+                "expected": question.answers,
+                "answer": text,
+                "score": score_answer(text, question.answers),
+            }
+        )
+    is_essay = NEEDLE_TASKS[name].haystack == "essay"
+    data = essays()[1] if is_essay else {"haystack": "RULER's own"}
+    return {
+        "task": f"{name}/{length}",
+        "scores": [mean_score("accuracy", [record["score"] for record in records])],
+        "curves": [{"metric": "accuracy", "axis": "depth", "points": _by_depth(records)}],
+        "data": {**data, "sentence_splitter": "punkt_tab" if has_sentence_splitter() else "punkt without parameters"}
+        if is_essay
+        else data,
+        "settings": {
+            "needle_task": name,
+            "length": length,
+            "answer_tokens": ANSWER_TOKENS,
+            "prompt_tokens": sum(map(len, prompts)),
+            "tokens_read": round(sum(answer.read for answer in answers)),
+        },
+        "seconds": 0.0,
+        "records": records,
+    }
+
+
+def _by_depth(records: Sequence[dict[str, Any]]) -> list[EvalPoint]:
+    """The mean score in each of `DEPTH_BINS` equal bins of [0, 1] that has a sample."""
+    bins: dict[int, list[float]] = {}
+    for record in records:
+        bins.setdefault(min(int(record["depth"] * DEPTH_BINS), DEPTH_BINS - 1), []).append(record["score"])
+    return [
+        {
+            "start": bin_ / DEPTH_BINS,
+            "end": (bin_ + 1) / DEPTH_BINS,
+            "value": sum(found) / len(found),
+            "samples": len(found),
+        }
+        for bin_, found in sorted(bins.items())
+    ]

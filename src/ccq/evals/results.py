@@ -1,4 +1,5 @@
-"""The results schema: what a comparison writes, what a report reads, and nothing else passes between them.
+"""The results schema: what a comparison or an evaluation writes, what a report reads, and nothing else passes between
+them.
 
 The TypedDicts below are the schema; reading and writing check a value against them, so a field is declared in one
 place.
@@ -13,7 +14,19 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypedDict, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Any,
+    Final,
+    Literal,
+    TypedDict,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+    overload,
+)
 
 from ccq.files import write_json_atomically
 
@@ -205,27 +218,130 @@ class CompareResults(TypedDict):
     pairs: list[PairResult]
 
 
-def write_results(path: str | os.PathLike[str], results: CompareResults) -> None:
+class EvalModelResult(TypedDict):
+    """The evaluated model. `name` is the folder or hub name that was given; `read` says how its read steps ran: "on",
+    "off", or null without any; `weights` is a hash of the beginning of every weight, `tokenizer` one of the whole
+    tokenizer.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    dtype: str
+    read: str | None
+    weights: str
+    tokenizer: str
+    vocabulary: int
+
+
+class EvalSettings(TypedDict):
+    """What moves a number beside model and data.
+
+    `max_length` limits prompt and answer together, in tokens (null where windows set the length), and
+    `truncation_side` says where longer prompts lose tokens; `bos` whether the tokenizer's first token was put before
+    every text; `limit` how many samples of a task were used at most (null: all); `others` the settings that only this
+    suite has.
+    """
+
+    max_length: int | None
+    truncation_side: Literal["left", "middle", "none"]
+    bos: bool
+    batch_size: int
+    limit: int | None
+    seed: int
+    tasks: list[str]
+    data: str | None
+    others: dict[str, Any]
+
+
+class EvalScore(TypedDict):
+    """One figure over `samples`; its standard error is null where none can be given."""
+
+    metric: str
+    value: float
+    standard_error: float | None
+    samples: int
+    higher_is_better: bool
+
+
+class EvalPoint(TypedDict):
+    """The mean over what falls into [start, end) of a curve's axis."""
+
+    start: float
+    end: float
+    value: float
+    samples: int
+
+
+class EvalCurve(TypedDict):
+    """`metric` along `axis`, such as the loss along the position in tokens."""
+
+    metric: str
+    axis: str
+    points: list[EvalPoint]
+
+
+class EvalTaskResult(TypedDict):
+    """One task, under a name that no other task of the file has. The first score is the one that tables show.
+    `data` says what text was used, with its SHA-256; `settings` holds what only this task has; `records` has an entry a
+    sample.
+    """
+
+    task: str
+    scores: list[EvalScore]
+    curves: list[EvalCurve]
+    data: dict[str, Any]
+    settings: dict[str, Any]
+    seconds: float
+    records: list[dict[str, Any]]
+
+
+class EvalResults(TypedDict):
+    """One suite on one model. While `complete` is false, `tasks` are those that are done, and there is no `summary`;
+    `versions` are those of the packages that take part, null where one is not installed.
+    """
+
+    schema: Literal["ccq-results/1"]
+    kind: Literal["eval"]
+    suite: str
+    created: str
+    complete: bool
+    model: EvalModelResult
+    settings: EvalSettings
+    versions: dict[str, Any]
+    environment: EnvironmentResult
+    tasks: list[EvalTaskResult]
+    summary: list[EvalScore]
+
+
+def write_results(path: str | os.PathLike[str], results: CompareResults | EvalResults) -> None:
     """Check `results` against the schema and write them as JSON, whole or not at all. The folder must exist.
 
     Raises:
         ValueError: a field is missing or of the wrong type, or a number is NaN or infinite; nothing is written.
     """
     try:
-        _check(results, CompareResults, "")
+        _check(results, EvalResults if results.get("kind") == "eval" else CompareResults, "")
     except ValueError as error:
         raise ValueError(f"results for {path}: {error}; nothing was written") from error
     write_json_atomically(path, results)
 
 
-def read_results(path: str | os.PathLike[str]) -> CompareResults:
+@overload
+def read_results(path: str | os.PathLike[str], kind: Literal["compare"] = "compare") -> CompareResults: ...
+@overload
+def read_results(path: str | os.PathLike[str], kind: Literal["eval"]) -> EvalResults: ...
+def read_results(
+    path: str | os.PathLike[str], kind: Literal["compare", "eval"] = "compare"
+) -> CompareResults | EvalResults:
     """Read and check a results file. Fields the schema does not know are kept and ignored.
 
     Raises:
-        ValueError: the file is not JSON, of another schema, or a field is missing or of the wrong type.
+        ValueError: the file is not JSON, of another schema or kind, or a field is missing or of the wrong type.
         OSError: the file cannot be read.
     """
-    accepted = f'accepted is a results file of schema "{SCHEMA}", as written by `ccq compare`'
+    activity, schema = ("comparison", CompareResults) if kind == "compare" else ("evaluation", EvalResults)
+    accepted = f'accepted is a results file of schema "{SCHEMA}", as written by `ccq {kind}`'
     try:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
     except ValueError as error:
@@ -234,12 +350,12 @@ def read_results(path: str | os.PathLike[str]) -> CompareResults:
         raise ValueError(f"{path} holds {_describe(content)}; {accepted}")
     if content.get("schema") != SCHEMA:
         found = f"schema {content['schema']!r}" if "schema" in content else "no schema field"
-        raise ValueError(f"{path} has {found}; {accepted}: run the comparison again with this version of ccq")
+        raise ValueError(f"{path} has {found}; {accepted}: run the {activity} again with this version of ccq")
     try:
-        _check(content, CompareResults, "")
+        _check(content, schema, "")
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {accepted}") from error
-    return cast(CompareResults, content)
+    return cast("CompareResults | EvalResults", content)
 
 
 def paired_differences(runs: Sequence[RunResult], backbone: str, arm: str, metric: str) -> PairResult:

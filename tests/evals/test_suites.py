@@ -1,0 +1,124 @@
+"""`ccq eval` as users call it: files, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ccq.cli import main
+from ccq.evals.benchmarks import LANGUAGE, LONGBENCH
+from ccq.evals.results import EvalResults, read_results
+from ccq.evals.suites import EXTRAPOLATION_LENGTHS, SUITES
+
+CHOICE = {"goal": "open it", "sol1": "pull", "sol2": "push", "label": 0}
+ARC = {"question": "What?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}
+ROWS: dict[str, dict[str, Any]] = {
+    "wikitext": {"page": "A cat sat ."},
+    "lambada_openai": {"text": "He gave her books"},
+    "piqa": CHOICE,
+    "hellaswag": {"activity_label": "A", "ctx_a": "B.", "ctx_b": "c", "endings": ["d", "e"], "label": "1"},
+    "winogrande": {"sentence": "As _ left.", "option1": "Ann", "option2": "Bob", "answer": "1"},
+    "arc_easy": ARC,
+    "arc_challenge": ARC,
+    "social_iqa": {"context": "A", "question": "B", "answerA": "c", "answerB": "d", "answerC": "e", "label": "3"},
+    "boolq": {"passage": "A.", "question": "b", "label": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for name, row in ROWS.items():
+        (root / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    (root / "mine.txt").write_text("It was a long night. " * 60)
+    return root
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], out: Path, *arguments: str) -> tuple[EvalResults, str]:
+    assert main(["eval", *arguments, "--out", str(out), "--device", "cpu"]) == 0
+    return read_results(out, "eval"), capsys.readouterr().out
+
+
+def test_extrapolation(ccq_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["extrapolation", str(ccq_folder), "--data", str(folder), "--tasks", "mine", "--lengths", "100", "200"]
+    results, printed = evaluate(capsys, tmp_path / "r.json", *arguments, "--read", "off")
+    assert [task["task"] for task in results["tasks"]] == ["mine/100", "mine/200"]
+    assert results["complete"]
+    assert results["summary"] == []
+    assert results["model"]["read"] == "off"
+    settings = results["settings"]
+    assert (settings["max_length"], settings["truncation_side"], settings["others"]["lengths"]) == (
+        None,
+        "none",
+        [100, 200],
+    )
+    for task in results["tasks"]:
+        assert f"{task['scores'][0]['value']:.4f}" in printed
+    other, _ = evaluate(capsys, tmp_path / "on.json", *arguments)
+    assert other["tasks"][0]["scores"][0]["value"] != results["tasks"][0]["scores"][0]["value"]
+    assert other["tasks"][0]["data"] == results["tasks"][0]["data"]
+    assert [*EXTRAPOLATION_LENGTHS] == [4096, 6144, 8192, 10240, 12288, 14336, 16384, 18432, 20480]
+
+
+def test_language(llama_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["language", str(llama_folder), "--data", str(folder), "--max-length", "512", "--limit", "1"]
+    results, printed = evaluate(capsys, tmp_path / "r.json", *arguments)
+    assert "Maximum length: 512 tokens" in printed
+    assert [task["task"] for task in results["tasks"]] == list(LANGUAGE)
+    assert all(score["samples"] == 1 for task in results["tasks"] for score in task["scores"])
+    by_name = {task["task"]: task["scores"][0]["value"] for task in results["tasks"]}
+    seven = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
+    (mean,) = results["summary"]
+    assert mean["value"] == pytest.approx(math.fsum(by_name[name] for name in seven) / 7)
+    assert (results["settings"]["max_length"], results["settings"]["limit"]) == (512, 1)
+
+
+def test_the_models_own_length_is_the_default(
+    llama_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["language", str(llama_folder), "--data", str(folder), "--tasks", "boolq"]
+    results, printed = evaluate(capsys, tmp_path / "r.json", *arguments)
+    assert results["settings"]["max_length"] == 4096
+    assert results["summary"] == []
+    assert "Maximum length: 4096 tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["language", "MODEL", "--data", "/no/such"], "the data folder /no/such does not exist"),
+        (["language", "MODEL", "--tasks", "pica"], "unknown task 'pica'; accepted: wikitext, "),
+        (
+            ["longbench", "MODEL", "--data", "DATA"],
+            r"holds no data of 'narrativeqa'; put there narrativeqa/test\.jsonl",
+        ),
+        (["needle", "MODEL", "--tasks", "niah"], "unknown needle task 'niah'; accepted: niah_single_1, "),
+        (["needle", "MODEL", "--preset", "read-off", "--lengths", "9"], "leave --tasks and --lengths out"),
+        (["extrapolation", "MODEL", "--tasks", "x"], r"no text 'x' is known; give --data FOLDER with x\.txt"),
+        (["extrapolation", "/no/such", "--tasks", "stdlib"], "Give a folder with a model and its tokenizer"),
+    ],
+)
+def test_wrong_input_ends_with_one_clear_line(
+    arguments: list[str],
+    message: str,
+    llama_folder: Path,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [{"MODEL": str(llama_folder), "DATA": str(folder)}.get(argument, argument) for argument in arguments]
+    assert main(["eval", *given, "--out", str(tmp_path / "r.json"), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("ccq: ")]
+    assert len(lines) == 1
+    assert re.search(message, lines[0])
+
+
+def test_the_suites_are_those_of_the_paper() -> None:
+    assert SUITES == ("extrapolation", "needle", "language", "longbench")
+    assert (len(LANGUAGE), len(LONGBENCH)) == (9, 14)
