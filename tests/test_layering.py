@@ -31,7 +31,7 @@ LEVELS = {
 # The schema of the results: the one module that rooms beside `evals` may import too.
 SCHEMA = "ccq.evals.results"
 # The read step and the write rules know nothing of each other: any of one goes with any of the other.
-READ_STEP = "ccq.ops.query"
+READ_STEPS = ("ccq.ops.query", "ccq.ops.reads")
 WRITE_RULES = ("ccq.ops.write_rule", "ccq.ops.gla", "ccq.ops.gated_delta_rule", "ccq.ops.ssd")
 
 # `ops` are functions on tensors. Of `os` they may use the environment variables, of `torch.nn` the functions.
@@ -77,7 +77,7 @@ def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
 
 
 def side_of(module: str) -> str | None:
-    if is_within(module, READ_STEP):
+    if any(is_within(module, step) for step in READ_STEPS):
         return "read step"
     return "write rule" if any(is_within(module, rule) for rule in WRITE_RULES) else None
 

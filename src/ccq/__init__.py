@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ccq.models import CCQConfig, CCQForCausalLM
+    from ccq.models import CCQConfig, CCQForCausalLM, attach
     from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention
     from ccq.ops.gated_delta_rule import gated_delta_rule
     from ccq.ops.gla import gated_linear_attention
@@ -21,6 +21,7 @@ _HOMES = {
     "GatedDeltaNet": "ccq.nn",
     "GatedLinearAttention": "ccq.nn",
     "KeyStatistics": "ccq.ops.query",
+    "attach": "ccq.models",
     "curvature_conditioned_query": "ccq.ops.query",
     "gated_delta_rule": "ccq.ops.gated_delta_rule",
     "gated_linear_attention": "ccq.ops.gla",
@@ -33,6 +34,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "KeyStatistics",
+    "attach",
     "curvature_conditioned_query",
     "gated_delta_rule",
     "gated_linear_attention",

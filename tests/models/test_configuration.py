@@ -31,7 +31,20 @@ def test_arms() -> None:
 
 
 @pytest.mark.parametrize(
-    "arm", ["", "mamba", "gla+", "+ccq", "ccq", "gla+mesa", "gla+ccq+ccq", "GLA", "gla ccq", "transformer+ccq"]
+    "arm",
+    [
+        "",
+        "mamba",
+        "gla+",
+        "+ccq",
+        "ccq",
+        "gla+newton",
+        "gla+ccq+ccq",
+        "GLA",
+        "gla ccq",
+        "transformer+ccq",
+        "transformer+none",
+    ],
 )
 def test_unknown_arm_lists_what_is_accepted(arm: str) -> None:
     with pytest.raises(ValueError, match=r"BACKBONE or BACKBONE\+READ: gla, gla\+ccq, gla-hedgehog, .*mamba2") as error:

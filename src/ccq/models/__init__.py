@@ -5,8 +5,10 @@ Importing this package tells transformers' Auto classes about model type "ccq".
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from ccq.models.attach import attach, detach, read_steps, save_gates
 from ccq.models.cache import CCQCache, load_state, save_state
 from ccq.models.configuration import ARMS, BACKBONES, READS, CCQConfig, parse_arm
+from ccq.models.conversion import from_flash_linear_attention, to_flash_linear_attention
 from ccq.models.modeling import CCQForCausalLM, CCQModel, load_model, save_model
 from ccq.models.presets import PRESETS, preset
 
@@ -23,10 +25,16 @@ __all__ = [
     "CCQConfig",
     "CCQForCausalLM",
     "CCQModel",
+    "attach",
+    "detach",
+    "from_flash_linear_attention",
     "load_model",
     "load_state",
     "parse_arm",
     "preset",
+    "read_steps",
+    "save_gates",
     "save_model",
     "save_state",
+    "to_flash_linear_attention",
 ]

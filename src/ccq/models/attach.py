@@ -5,11 +5,12 @@ Legend: B rows, N sequences, T tokens, H heads of keys, D key size per head.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +26,12 @@ from ccq.files import write_bytes_atomically
 from ccq.models.cache import read_safetensors
 from ccq.models.configuration import BACKBONES, CCQConfig
 from ccq.models.modeling import CCQPreTrainedModel, make_read
-from ccq.nn.read import CurvatureConditionedQuery, StaticKeyStatistics
+from ccq.nn.read import CurvatureConditionedQuery, ReadStep, StaticKeyStatistics
 from ccq.ops.query import KeyStatistics, l2_normalize
 
 try:
     from transformers.integrations.accelerate import force_accelerate_hooks
-except ImportError:  # before 5.16, whose mixers are refused below
+except ImportError:  # old releases, whose layers are refused below
     force_accelerate_hooks = None
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -38,8 +39,9 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 TRAIN = ("all", "gates")
 GATES_FORMAT = "ccq-gates/1"
 
-# The first release whose mixers have the form that `_ReadBeforeRule` continues.
-_OLDEST_TRANSFORMERS = "5.16"
+# The oldest release whose layers `_ReadBeforeRule` has been seen to equal; before 5.15 they are built in another way.
+_OLDEST_TRANSFORMERS = (5, 16)
+# The layers that are swapped, and no classes derived from them, which may compute something else.
 _MIXERS = {
     f"transformers.models.{family}.modeling_{family}.{name}GatedDeltaNet"
     for family, name in (("qwen3_next", "Qwen3Next"), ("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
@@ -48,6 +50,11 @@ _ACCEPTED = (
     f"a CCQForCausalLM or CCQModel with one of the backbones {', '.join(b for b in BACKBONES if b != 'transformer')}, "
     "or a transformers model of the families Qwen3-Next and Qwen3.5 (dense or mixture of experts)"
 )
+# What a cache layer of transformers consists of; spelled out, because torch.compile cannot copy an object.
+_LAYER_FIELDS = (
+    "conv_states recurrent_states is_conv_states_initialized is_recurrent_states_initialized has_previous_state "
+    "conv_kernel_size device dtype record_past"
+).split()
 # Layer and name of a parameter of a read step, in a state dict of any model that has one.
 _GATE_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)?read\.(gate_\w+)$")
 
@@ -81,6 +88,8 @@ def attach(model: ModelT, *, train: str = "all", gates: str | os.PathLike[str] |
     """
     if train not in TRAIN:
         raise ValueError(f"train must be one of {', '.join(map(repr, TRAIN))}; got {train!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be {_ACCEPTED}; got {type(model).__name__}")
     if read_steps(model):
         raise ValueError("the model has a read step already; there is nothing to attach")
     stored = None if gates is None else _read_gates(gates)
@@ -98,23 +107,22 @@ def attach(model: ModelT, *, train: str = "all", gates: str | os.PathLike[str] |
         model.requires_grad_(False)
         for read in read_steps(model):
             if stored is None:
-                read.to(torch.promote_types(read.gate_scale.dtype, torch.float32))
+                read.to(torch.promote_types(next(read.parameters()).dtype, torch.float32))
             read.requires_grad_(True)
     return model
 
 
 def detach(model: ModelT) -> ModelT:
-    """The inverse of `attach`, in place: the model as it was, with the weights that it has now."""
-    reads = read_steps(model)
-    if not reads or any(read.gate != "attached" for read in reads):
+    """The inverse of `attach`, in place: the model as it was, with the weights that it has now and without gates."""
+    if not _is_attached(model):
         raise ValueError("the model has no attached read step to detach; one that it was trained with belongs to it")
-    for module in list(model.modules()):
-        if isinstance(module, _ReadBeforeRule):
-            _change_class(module, type(module).__bases__[1])
-        if isinstance(getattr(module, "read", None), CurvatureConditionedQuery):
-            del module.read
-            if isinstance(model, CCQPreTrainedModel):
-                module.read = None
+    mixers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "read", None), ReadStep)]
+    for mixer in mixers:
+        del mixer.read
+        if isinstance(mixer, _ReadBeforeRule):
+            _change_class(mixer, mixer._plain)
+        else:
+            mixer.read = None
     if isinstance(model, CCQPreTrainedModel):
         plain = CCQConfig(arm=model.config.backbone)
         for name in ("arm", "gate", "centred", "keep_length"):
@@ -122,24 +130,28 @@ def detach(model: ModelT) -> ModelT:
     return model
 
 
-def read_steps(model: nn.Module) -> list[CurvatureConditionedQuery]:
+def read_steps(model: nn.Module) -> list[ReadStep]:
     """The read steps of any model, from the first layer to the last; empty where it has none. `enabled = False`
     switches the correction of one off.
     """
-    return [module for module in model.modules() if isinstance(module, CurvatureConditionedQuery)]
+    return [module for module in model.modules() if isinstance(module, ReadStep)]
 
 
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the parameters of the attached read steps to one safetensors file, whole or not at all; `attach(model,
     gates=path)` gives them to the same backbone again, bit for bit.
     """
-    reads = read_steps(model)
-    if not reads or any(read.gate != "attached" for read in reads):
+    if not _is_attached(model):
         raise ValueError("the model has no attached read step whose gates could be saved; see ccq.attach")
     tensors = {
-        f"layers.{layer}.{name}": x.detach().contiguous() for (layer, name), x in _gate_parameters(model).items()
+        f"layers.{layer}.read.{name}": x.detach().contiguous() for (layer, name), x in _gate_parameters(model).items()
     }
     write_bytes_atomically(path, safetensors.torch.save(tensors, {"format": GATES_FORMAT}))
+
+
+def _is_attached(model: nn.Module) -> bool:
+    reads = read_steps(model)
+    return bool(reads) and all(getattr(read, "gate", None) == "attached" for read in reads)
 
 
 def _attach_to_own(model: CCQPreTrainedModel) -> None:
@@ -149,34 +161,42 @@ def _attach_to_own(model: CCQPreTrainedModel) -> None:
             "arm 'transformer' has no memory that a changed query could read: its scores are not linear in the query; "
             f"accepted: {_ACCEPTED}"
         )
-    config.arm = f"{config.backbone}+ccq"
-    # Gated DeltaNet reads unit queries in any case.
-    config.gate, config.centred, config.keep_length = "attached", True, config.backbone != "gated-deltanet"
-    for block in model.base_model.layers:
-        read = make_read(config)
-        assert read is not None
-        block.attn.read = _beside(block.attn, read)
+    changes = {
+        "arm": f"{config.backbone}+ccq",
+        "gate": "attached",
+        "centred": True,
+        # Gated DeltaNet reads unit queries in any case.
+        "keep_length": config.backbone != "gated-deltanet",
+    }
+    changed = copy.copy(config)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    mixers = [block.attn for block in model.base_model.layers]
+    reads = [_beside(mixer, make_read(changed)) for mixer in mixers]
+    for mixer, read in zip(mixers, reads, strict=True):
+        mixer.read = read
+    for name, value in changes.items():
+        setattr(config, name, value)
 
 
 def _attach_to_transformers(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be {_ACCEPTED}; got {type(model).__name__}")
-    mixers = [m for m in model.modules() if f"{type(m).__module__}.{type(m).__qualname__}" in _MIXERS]
+    mixers: list[Any] = [m for m in model.modules() if f"{type(m).__module__}.{type(m).__qualname__}" in _MIXERS]
     if not mixers:
         raise TypeError(f"model must be {_ACCEPTED}; got {type(model).__name__} without such a layer")
-    if force_accelerate_hooks is None:
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST_TRANSFORMERS:
         raise ImportError(
-            f"attaching to {type(model).__name__} needs transformers {_OLDEST_TRANSFORMERS} or newer, found "
-            f"{transformers.__version__}; install a newer release"
+            f"attaching to {type(model).__name__} needs transformers {'.'.join(map(str, _OLDEST_TRANSFORMERS))} or "
+            f"newer, found {transformers.__version__}; install a newer release"
         )
-    for mixer in mixers:
-        read = CurvatureConditionedQuery(mixer.num_k_heads, mixer.head_k_dim, gate="attached")
-        mixer.read = _beside(mixer, read)
-        _change_class(mixer, _with_read(type(mixer)))
+    reads = [_beside(m, CurvatureConditionedQuery(m.num_k_heads, m.head_k_dim, gate="attached")) for m in mixers]
+    for mixer, read in zip(mixers, reads, strict=True):
+        mixer.read = read
+        _change_class(mixer, _with_read(mixer.__class__))
 
 
-def _beside(mixer: nn.Module, read: CurvatureConditionedQuery) -> CurvatureConditionedQuery:
+def _beside(mixer: nn.Module, read: ReadStep | None) -> ReadStep:
     """`read` on the device and in the dtype of the mixer's weights."""
+    assert read is not None
     like = next(p for p in mixer.parameters() if p.is_floating_point())
     if like.is_meta:
         raise ValueError(
@@ -192,18 +212,19 @@ def _gate_parameters(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
 
 
 def _read_gates(path: str | os.PathLike[str]) -> dict[tuple[int, str], Tensor]:
-    if not Path(path).is_dir():
-        tensors, _ = read_safetensors(path, GATES_FORMAT, "a file written by save_gates, or a folder of save_pretrained")
-        named: Iterable[tuple[str, Tensor]] = ((name.replace(".gate_", ".read.gate_"), x) for name, x in tensors.items())
+    """The gates in a file of `save_gates` or in a model's folder, by number of the layer and name."""
+    if Path(path).is_dir():
+        named = dict(_gates_in_folder(Path(path)))
     else:
-        named = _gates_in_folder(Path(path))
-    found = {(int(match[1]), match[2]): x for name, x in named if (match := _GATE_NAME.search(name)) is not None}
+        expected = "a file written by save_gates, or a folder of save_pretrained"
+        named, _ = read_safetensors(path, GATES_FORMAT, expected)
+    found = {(int(match[1]), match[2]): x for name, x in named.items() if (match := _GATE_NAME.search(name))}
     if not found:
         raise ValueError(f"{path} holds no gates of a read step; save them with save_gates or save_pretrained")
     return found
 
 
-def _gates_in_folder(folder: Path) -> Iterable[tuple[str, Tensor]]:
+def _gates_in_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -230,26 +251,36 @@ def _load_gates(model: nn.Module, stored: dict[tuple[int, str], Tensor], path: A
 class _StatisticsLayer(LinearAttentionLayer):
     """transformers' cache layer of linear attention, with the key statistics of a read step beside its own states.
 
-    Its own layer cannot repeat or select sequences; this one does, for all of its states.
+    transformers' layer cannot repeat or select sequences, and loses the addresses of its states when it reorders them;
+    this one does not.
     """
 
     statistics: KeyStatistics | None = None
 
     @classmethod
-    def of(cls, cache: Cache, index: int) -> _StatisticsLayer:
-        """The layer `index` of a cache; transformers' own is replaced by one that has its states."""
+    def of(cls, cache: Cache, index: int, rows: int) -> _StatisticsLayer:
+        """The layer `index` of a cache, for a call with this many rows; transformers' own is replaced by one that has
+        its states.
+        """
         layer = cache.layers[index]
-        if isinstance(layer, cls):
-            return layer
-        if type(layer) is not LinearAttentionLayer:
+        if not isinstance(layer, LinearAttentionLayer):
             raise TypeError(
                 f"layer {index} of the cache must be a LinearAttentionLayer, got {type(layer).__name__}; make the "
                 "cache with the configuration of the model: DynamicCache(config=model.config)"
             )
-        new = cls(number_of_states=layer.number_of_states)
-        vars(new).update(vars(layer))
-        cache.layers[index] = new
-        return new
+        if not isinstance(layer, cls):
+            plain, layer = layer, cls(number_of_states=layer.number_of_states)
+            for name in _LAYER_FIELDS:
+                setattr(layer, name, getattr(plain, name))
+            cache.layers[index] = layer
+        # A state of one sequence would spread over all of a larger batch.
+        kept = layer.conv_states[0]
+        if kept is not None and kept.shape[0] != rows:
+            raise ValueError(
+                f"the cache belongs to {kept.shape[0]} sequences, but the input has {rows}; repeat or select its "
+                "sequences first, or make a new one"
+            )
+        return layer
 
     def lend(self, needed: bool) -> KeyStatistics | None:
         """The statistics for the next call, which may overwrite them."""
@@ -263,13 +294,10 @@ class _StatisticsLayer(LinearAttentionLayer):
         return StaticKeyStatistics(*self.statistics)
 
     def keep(self, new: KeyStatistics | None) -> None:
-        """Take over the statistics after a call: in place where their addresses can stay."""
+        """Take over the statistics after a call: in place, except while gradients are recorded."""
         old = self.statistics
         if new is None or old is None or any(x.requires_grad for x in (*new, *old)):
-            self.statistics = new
-            if new is not None and not torch.compiler.is_compiling():
-                for x in new:
-                    torch._dynamo.mark_static_address(x)
+            self.statistics = None if new is None else KeyStatistics(*map(_with_static_address, new))
             return
         for x, y in zip(old, new, strict=True):
             if x is not y:
@@ -281,17 +309,21 @@ class _StatisticsLayer(LinearAttentionLayer):
             x.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.statistics is not None:
-            self.keep(KeyStatistics(*(x.index_select(0, beam_idx.to(x.device)) for x in self.statistics)))
+        """Sequence i becomes what sequence beam_idx[i] was: [N] int64."""
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times in a row."""
         self._change(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The sequences `indices` [M] int64 (or a mask [N] bool), in this order."""
-        self._change(lambda x: x[indices.to(x.device)])
+        """The sequences `indices` [M] int64 (or a mask [N] bool), in this order; in place where M = N."""
+
+        def select(x: Tensor) -> Tensor:
+            chosen = x[indices.to(x.device)]
+            return x.copy_(chosen) if chosen.shape == x.shape and not chosen.requires_grad else chosen
+
+        self._change(select)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: what a fixed-size memory has read cannot be taken out of it again."""
@@ -300,14 +332,19 @@ class _StatisticsLayer(LinearAttentionLayer):
             "(copy.deepcopy) before the tokens that may have to be undone, or read the text again"
         )
 
-    def _change(self, change: Any) -> None:
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
             for i, x in states.items():
-                states[i] = None if x is None else change(x)
+                states[i] = None if x is None else _with_static_address(change(x))
         if self.statistics is not None:
-            new = KeyStatistics(*map(change, self.statistics))
-            self.statistics = None
-            self.keep(new)
+            self.statistics = KeyStatistics(*(_with_static_address(change(x)) for x in self.statistics))
+
+
+def _with_static_address(x: Tensor) -> Tensor:
+    """x, which a CUDA graph may count on staying where it is."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(x)
+    return x
 
 
 class _ReadBeforeRule:
@@ -316,6 +353,9 @@ class _ReadBeforeRule:
 
     The rule normalises q and k inside, which would undo a change of the length of q: here it is done before.
     """
+
+    _plain: type[nn.Module]
+    """The class of the layer as it was."""
 
     def forward(
         self: Any,
@@ -331,7 +371,7 @@ class _ReadBeforeRule:
         """
         library = self._library()
         cache = cache_params if cache is None else cache
-        layer = None if cache is None else _StatisticsLayer.of(cache, self.layer_idx)
+        layer = None if cache is None else _StatisticsLayer.of(cache, self.layer_idx, len(hidden_states))
         memory = layer.recurrent_states[0] if layer is not None and layer.has_previous_state[0] else None
         statistics = None if layer is None else layer.lend(self.read.enabled)
 
@@ -381,7 +421,7 @@ class _ReadBeforeRule:
 
     def _library(self: Any) -> Any:
         """The module of transformers that the layer comes from, for the functions that its own forward pass calls."""
-        return sys.modules[type(self).__bases__[1].__module__]
+        return sys.modules[self._plain.__module__]
 
     def _project(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x -> q, k and v side by side [B, T, channels], output gate [B, T, heads, V], and what beta and decay are made
@@ -407,11 +447,11 @@ class _ReadBeforeRule:
 @functools.cache
 def _with_read(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of transformers' layers with the forward pass of `_ReadBeforeRule`."""
-    return type(f"{kind.__name__}WithRead", (_ReadBeforeRule, kind), {"__module__": __name__})
+    return type(f"{kind.__name__}WithRead", (_ReadBeforeRule, kind), {"__module__": __name__, "_plain": kind})
 
 
-def _change_class(module: nn.Module, kind: type[nn.Module]) -> None:
+def _change_class(module: Any, kind: type[nn.Module]) -> None:
     """Swap a layer for one of another class that has its parameters, buffers and hooks; the object stays."""
     module.__class__ = kind
     if "_old_forward" in vars(module):  # accelerate calls this between its hooks
-        module._old_forward = kind.forward.__get__(module)  # type: ignore[assignment]
+        module._old_forward = kind.forward.__get__(module)

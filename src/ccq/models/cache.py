@@ -22,6 +22,7 @@ from ccq.files import write_bytes_atomically
 from ccq.models.configuration import CCQConfig
 from ccq.nn.mixers.common import AttentionState, LayerState, MixerState, map_state, state_from_tensors, state_tensors
 from ccq.nn.read import StaticKeyStatistics
+from ccq.ops.query import KeyStatistics
 
 if TYPE_CHECKING:
     from ccq.models.modeling import CCQPreTrainedModel
@@ -69,7 +70,7 @@ class StateLayer:
     def lend(self) -> LayerState | None:
         """The state for a mixer's next call, whose read step may overwrite the statistics."""
         state = self.state
-        if isinstance(state, MixerState) and state.statistics is not None:
+        if isinstance(state, MixerState) and isinstance(state.statistics, KeyStatistics):
             return state._replace(statistics=StaticKeyStatistics(*state.statistics))
         return state
 

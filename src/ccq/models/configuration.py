@@ -9,15 +9,18 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from ccq.nn.read import check_gate
+from ccq.nn.reads import READS as READ_KINDS
 
 BACKBONES = ("gla", "gla-hedgehog", "gated-deltanet", "mamba2", "transformer")
-READS = ("ccq",)
+READS = tuple(READ_KINDS)
+"""The read steps, see `ccq.nn.reads.READS`."""
 # Softmax attention has no memory that a changed query could read: its scores are not linear in it.
+_LINEAR = tuple(backbone for backbone in BACKBONES if backbone != "transformer")
 ARMS = tuple(
-    name
-    for backbone in BACKBONES
-    for name in (backbone, *(f"{backbone}+{read}" for read in READS if backbone != "transformer"))
+    name for backbone in BACKBONES for name in (backbone, *((f"{backbone}+ccq",) if backbone in _LINEAR else ()))
 )
+"""The backbones, and each with the read step of the paper; every other read step makes an arm, too."""
+_EVERY_ARM = (*ARMS, *(f"{backbone}+{read}" for backbone in _LINEAR for read in READS if read != "ccq"))
 
 # What transformers itself writes into a configuration file or passes on, beside the fields of its own class.
 _OF_TRANSFORMERS = frozenset(
@@ -27,15 +30,17 @@ _OF_TRANSFORMERS = frozenset(
 
 
 def parse_arm(arm: str) -> tuple[str, str | None]:
-    """BACKBONE or BACKBONE+READ -> (backbone, read step or None)."""
+    """BACKBONE or BACKBONE+READ -> (backbone, read step or None). Read step "none" is None: the backbone as it is."""
     if not isinstance(arm, str):
         raise TypeError(f"arm must be a string, got {type(arm).__name__}; accepted: {', '.join(ARMS)}")
-    if arm not in ARMS:
+    if arm not in _EVERY_ARM:
+        others = ", ".join(read for read in READS if read != "ccq")
         raise ValueError(
-            f"unknown arm {arm!r}{nearest(arm, ARMS)}; an arm is BACKBONE or BACKBONE+READ: {', '.join(ARMS)}"
+            f"unknown arm {arm!r}{nearest(arm, _EVERY_ARM)}; an arm is BACKBONE or BACKBONE+READ: {', '.join(ARMS)}, "
+            f"or with another READ in place of ccq: {others}"
         )
     backbone, _, read = arm.partition("+")
-    return backbone, read or None
+    return backbone, None if read in ("", "none") else read
 
 
 class CCQConfig(PreTrainedConfig):
@@ -55,7 +60,7 @@ class CCQConfig(PreTrainedConfig):
 
     # transformers makes a configuration without arguments to learn the defaults, so every field needs one.
     arm: str = "gla+ccq"
-    """One of `ARMS`."""
+    """BACKBONE or BACKBONE+READ, see `BACKBONES` and `READS`."""
     vocab_size: int = 32_000
     hidden_size: int = 2048
     num_layers: int = 21
@@ -67,11 +72,13 @@ class CCQConfig(PreTrainedConfig):
     intermediate_size: int | None = 5632
     """Inner size of the SwiGLU layers; None for blocks without one, as those of Mamba2 are."""
     gate: str | float = "presplit"
-    """The read step: form of lambda, see `ccq.nn.CurvatureConditionedQuery`."""
+    """The read step: form of lambda, see `ccq.nn.read.GatedReadStep`."""
     centred: bool = True
-    """The read step: covariance (True) or second moment."""
+    """The read step "ccq": covariance (True) or second moment."""
     keep_length: bool = False
     """The read step: keep the length of the query. It matters where the backbone's own queries are raw: GLA, Mamba2."""
+    read_options: dict[str, Any] | None = None
+    """Options of single read steps, see `ccq.nn.reads.READS`: {"steps": 5} for richardson."""
     short_convolution: int | None = 4
     """Kernel size of the convolutions on q, k and v, or None for none, which GLA alone accepts."""
     gate_logit_normalizer: float = 16
@@ -115,6 +122,7 @@ class CCQConfig(PreTrainedConfig):
         """
         parse_arm(self.arm)
         check_gate(self.gate)
+        self._check_read_options()
         for name in (
             "vocab_size hidden_size num_layers num_heads head_dim value_head_dim num_groups max_position_embeddings"
         ).split():
@@ -145,6 +153,22 @@ class CCQConfig(PreTrainedConfig):
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                     raise ValueError(f"{name} must be a token id in 0 ... {self.vocab_size - 1}, got {value!r}")
 
+    def _check_read_options(self) -> None:
+        given = self.read_options
+        if given is None:
+            return
+        if not isinstance(given, dict):
+            raise ValueError(f"read_options must be a table of names and values, or None; got {given!r}")
+        accepted = READ_KINDS[self.read or "none"].options
+        for name, value in given.items():
+            if name not in accepted:
+                raise ValueError(
+                    f"unknown option {name!r} of read step {self.read or 'none'}{nearest(name, accepted)}; "
+                    f"accepted in read_options: {', '.join(accepted) or 'none'}"
+                )
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"read_options: {name} must be a whole number of at least 1, got {value!r}")
+
     def _check_heads(self) -> None:
         if self.num_kv_heads is not None:
             _check_size("num_kv_heads", self.num_kv_heads, ", or None for one a query head")
@@ -174,7 +198,7 @@ class CCQConfig(PreTrainedConfig):
 
     @property
     def read(self) -> str | None:
-        """One of `READS`, or None for the backbone as it is."""
+        """One of `READS` but "none", or None for the backbone as it is."""
         return parse_arm(self.arm)[1]
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import nn
 from ccq.models.configuration import CCQConfig
 from ccq.models.modeling import CCQForCausalLM
 from ccq.nn.conv import ShortConvolution
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import ReadStep
 
 _COUNT = 8  # bytes of a number of tokens
 # Multiplications and additions of one token with a memory of D x V: decay 1, write 2, read 2; the delta rule reads
@@ -40,8 +40,8 @@ def state_bytes(config: CCQConfig) -> int:
     for module in _one_layer(config).modules():
         if isinstance(module, ShortConvolution):
             kept += 2 * (module.kernel_size - 1) * module.channels
-        elif isinstance(module, CurvatureConditionedQuery):
-            kept += 4 * module.num_heads * (size * size + size) + _COUNT
+        elif isinstance(module, ReadStep):
+            kept += module.state_bytes
     return config.num_layers * kept
 
 
@@ -50,9 +50,10 @@ def flops_per_token(config: CCQConfig, *, context: int | None = None) -> int:
 
     Counted are the matrix products of projections, feature maps, gates and head, the convolutions, and what is done
     with the state, in the form of one token at a time: 5 D V a head for a memory that decays, is written and read,
-    7 D V for the delta rule, 4 D^2 for the second moment of the read step; 2 (D + V) a head and position for softmax
-    attention over `context` positions, by default half of `max_position_embeddings`, the mean of such a sequence.
-    Chunked forms do more arithmetic in fewer and larger products. A training step takes three times the forward pass.
+    7 D V for the delta rule, 4 D^2 for the read step "ccq" and what `operations_per_token` says for others; 2 (D + V) a
+    head and position for softmax attention over `context` positions, by default half of `max_position_embeddings`, the
+    mean of such a sequence. Chunked forms do more arithmetic in fewer and larger products. A training step takes three
+    times the forward pass.
     """
     model = _one_layer(config)
     block = model.model.layers[0]
@@ -67,9 +68,8 @@ def flops_per_token(config: CCQConfig, *, context: int | None = None) -> int:
         # One map for queries and one for keys, half of the features each, applied to every head.
         operations += 2 * 2 * heads * size * (size // 2)
     for read in block.modules():
-        if isinstance(read, CurvatureConditionedQuery):
-            operations += 4 * read.num_heads * size * size
-            operations += 2 * read.gate_weight.numel() if isinstance(read.gate, str) else 0
+        if isinstance(read, ReadStep):
+            operations += read.operations_per_token
     return config.num_layers * operations + 2 * model.lm_head.weight.numel()
 
 

@@ -33,7 +33,8 @@ from ccq.models.configuration import CCQConfig
 from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, Mamba2, SoftmaxAttention
 from ccq.nn.mixers.common import LayerState
 from ccq.nn.mlp import SwiGLU
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import ReadStep
+from ccq.nn.reads import READS
 from ccq.ops.checks import values_can_be_read
 
 # What transformers' callers pass to any model, and a loss function may take.
@@ -63,7 +64,7 @@ class CCQCausalLMOutput(CausalLMOutputWithPast):
             return self.past_key_values
 
 
-def _gla(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+def _gla(config: CCQConfig, read: ReadStep | None) -> nn.Module:
     return GatedLinearAttention(
         *_sizes(config),
         read=read,
@@ -74,7 +75,7 @@ def _gla(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module
     )
 
 
-def _gated_deltanet(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+def _gated_deltanet(config: CCQConfig, read: ReadStep | None) -> nn.Module:
     assert config.short_convolution is not None
     return GatedDeltaNet(
         *_sizes(config),
@@ -87,7 +88,7 @@ def _gated_deltanet(config: CCQConfig, read: CurvatureConditionedQuery | None) -
     )
 
 
-def _mamba2(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+def _mamba2(config: CCQConfig, read: ReadStep | None) -> nn.Module:
     assert config.short_convolution is not None
     return Mamba2(
         *_sizes(config),
@@ -102,11 +103,11 @@ def _mamba2(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Mod
     )
 
 
-def _transformer(config: CCQConfig, read: CurvatureConditionedQuery | None) -> nn.Module:
+def _transformer(config: CCQConfig, read: ReadStep | None) -> nn.Module:
     return SoftmaxAttention(*_sizes(config), read=read, num_kv_heads=config.num_kv_heads, rope_base=config.rope_base)
 
 
-MIXERS: dict[str, Callable[[CCQConfig, CurvatureConditionedQuery | None], nn.Module]] = {
+MIXERS: dict[str, Callable[[CCQConfig, ReadStep | None], nn.Module]] = {
     "gla": _gla,
     "gla-hedgehog": _gla,
     "gated-deltanet": _gated_deltanet,
@@ -120,15 +121,16 @@ def _sizes(config: CCQConfig) -> tuple[int, int, int, int]:
     return config.hidden_size, config.num_heads, config.head_dim, config.value_head_dim
 
 
-def make_read(config: CCQConfig) -> CurvatureConditionedQuery | None:
+def make_read(config: CCQConfig) -> ReadStep | None:
     """The read step of one layer, or None for a backbone as it is."""
     if config.read is None:
         return None
+    kind = READS[config.read]
+    assert kind.make is not None
     # The heads of Mamba2 share keys and queries in groups, and so the statistics.
     heads = config.num_groups if config.backbone == "mamba2" else config.num_heads
-    return CurvatureConditionedQuery(
-        heads, config.head_dim, gate=config.gate, centred=config.centred, keep_length=config.keep_length
-    )
+    options = {name: getattr(config, name) for name in kind.takes}
+    return kind.make(heads, config.head_dim, **options, **(config.read_options or {}))
 
 
 class Block(GradientCheckpointingLayer):
@@ -225,9 +227,9 @@ class CCQPreTrainedModel(PreTrainedModel):
             parameters[name]._no_weight_decay = True
         return (model, info) if with_info else model
 
-    def read_steps(self) -> list[CurvatureConditionedQuery]:
+    def read_steps(self) -> list[ReadStep]:
         """The read steps, from the first layer to the last; empty for an arm without."""
-        return [module for module in self.modules() if isinstance(module, CurvatureConditionedQuery)]
+        return [module for module in self.modules() if isinstance(module, ReadStep)]
 
     def set_read(self, mode: str) -> None:
         """Switch the correction "on" or "off". Off keeps the query normalisation the model was trained with, and

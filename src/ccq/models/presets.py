@@ -120,8 +120,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset(name: str, **changes: Any) -> CCQConfig:
     """The configuration of the preset ARM-SCALE, such as "gla+ccq-1.3b"; `changes` (such as vocab_size=1024) replace
-    single fields of it.
+    single fields of it. The arm may have any read step, also one that `PRESETS` does not list.
     """
-    if name not in PRESETS:
+    arm, _, scale = name.rpartition("-")
+    if name in PRESETS:
+        values = PRESETS[name]
+    elif "+" in arm and scale in _SCALES:
+        values = _values(arm, scale)
+    else:
         raise ValueError(f"unknown preset {name!r}{nearest(name, PRESETS)}; accepted: {', '.join(PRESETS)}")
-    return CCQConfig(**{**PRESETS[name], **changes})
+    return CCQConfig(**{**values, **changes})

@@ -14,7 +14,7 @@ from ccq.nn.mixers import (
 )
 from ccq.nn.mlp import SwiGLU
 from ccq.nn.norm import GatedGroupRMSNorm, RMSNormGated
-from ccq.nn.read import CurvatureConditionedQuery, ReadObservation, ReadResult
+from ccq.nn.read import CurvatureConditionedQuery, ReadObservation, ReadResult, ReadStep
 
 __all__ = [
     "AttentionState",
@@ -30,6 +30,7 @@ __all__ = [
     "RMSNormGated",
     "ReadObservation",
     "ReadResult",
+    "ReadStep",
     "ShortConvolution",
     "SoftmaxAttention",
     "SwiGLU",

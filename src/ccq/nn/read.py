@@ -1,4 +1,6 @@
-"""The read step as a module: the gate, and the call of the operator with its key statistics.
+"""Read steps as modules: what all share, the gate, and the Curvature-Conditioned Query with its key statistics.
+
+`ccq.nn.reads` has the others.
 
 Legend: B rows, N sequences, T tokens, H heads, D key size per head.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +34,20 @@ class ReadResult(NamedTuple):
     """What a read step hands to the write rule and to its own next call."""
 
     query: Tensor
-    """[B, T, H, D], in the dtype of q."""
-    statistics: KeyStatistics | None
-    """None while the correction is switched off."""
+    """[B, T, H, D], in the dtype of q. A `QueryInParts` from the read step that has the memory read twice."""
+    statistics: Any
+    """The state of the read step, a NamedTuple of tensors of its kind, with the sequences in dimension 0; None while
+    the correction is switched off, and of a read step without one.
+    """
+
+
+class QueryInParts(NamedTuple):
+    """A query whose two parts read the memory one after the other: o = S kept - S removed."""
+
+    kept: Tensor
+    """[B, T, H, D]"""
+    removed: Tensor
+    """[B, T, H, D], same dtype"""
 
 
 class StaticKeyStatistics(KeyStatistics):
@@ -62,8 +75,92 @@ class ReadObservation(NamedTuple):
     """[B, T] as it was passed in: which tokens are real."""
 
 
-class CurvatureConditionedQuery(nn.Module):
-    """y = q - lambda Sigma q: Sigma the covariance of the keys seen so far (arXiv:2606.01294), lambda from a gate.
+class ReadStep(nn.Module):
+    """What changes the query before a linear backbone reads its memory with it.
+
+    `enabled = False` switches the correction off: no state is kept, and the query is normalised as the model was
+    trained with.
+    `observer`, if set, is called with a `ReadObservation` at every call.
+
+    keep_length
+        False returns the query of unit length that is then corrected. True keeps the length of q: |q| times that.
+    """
+
+    keeps_statistics: ClassVar[bool] = True
+    """Whether it has a state."""
+
+    def __init__(self, num_heads: int, head_dim: int, *, keep_length: bool = False) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.keep_length = keep_length
+        self.enabled = True
+        self.observer: Callable[[ReadObservation], None] | None = None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        presplit_query: Tensor,
+        log_decay: Tensor | None = None,
+        statistics: Any = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        normalized: bool = False,
+    ) -> ReadResult:
+        """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, and the state after the last
+        token.
+
+        log_decay, [B, T, H] or [B, T, H, X], is the backbone's own of each head or of the X parts of each head; read
+        steps that forget as the memory does need it. statistics is the state that the call before returned; mask [B, T]
+        and cu_seqlens [N + 1] are those of `ccq.ops.query.curvature_conditioned_query`. `normalized` says that q and
+        k are unit vectors already (Gated DeltaNet): nothing is normalised again.
+        """
+        raise NotImplementedError
+
+    def initial_statistics(self, sequences: int, *, dtype: torch.dtype, device: torch.device | str) -> Any:
+        """The state of N sequences before their first token, for input of `dtype`."""
+        return KeyStatistics.zeros(sequences, self.num_heads, self.head_dim, dtype=dtype, device=torch.device(device))
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of what is kept of one sequence, for a model in float32 or half precision."""
+        if not self.keeps_statistics:
+            return 0
+        state = self.initial_statistics(1, dtype=torch.float32, device="meta")
+        return sum(x.numel() * x.element_size() for x in state)
+
+    @property
+    def operations_per_token(self) -> int:
+        """Multiplications and additions of one token with the state and the gate, in the form of one token at a
+        time.
+        """
+        return 0
+
+    def _query_before(self, q: Tensor, normalized: bool) -> Tensor:
+        """The query before the correction."""
+        return q if normalized or self.keep_length else l2_normalize(q).to(q.dtype)
+
+    def _normalize(self, normalized: bool) -> bool | str:
+        """The argument `normalize` of the operators."""
+        return False if normalized else "keys" if self.keep_length else True
+
+    def _observe(
+        self, q: Tensor, gate: Tensor | float, correction: Tensor, mask: Tensor | None, normalized: bool
+    ) -> None:
+        if self.observer is None:
+            return
+        seen = q if normalized or self.keep_length else l2_normalize(q)
+        gate = gate if isinstance(gate, Tensor) else seen.new_full(q.shape[:3], gate)
+        self.observer(ReadObservation(seen.detach(), gate.detach(), correction.detach(), mask))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, keep_length={self.keep_length}"
+
+
+class GatedReadStep(ReadStep):
+    """A read step whose correction has a strength lambda, from a gate.
 
     gate
         "presplit": sigmoid(linear(query before the head split)), one value per token and head; weight zero, bias
@@ -76,37 +173,16 @@ class CurvatureConditionedQuery(nn.Module):
         the read step to a trained model changes nothing at first.
 
         A number: a fixed lambda. It owns no parameters and leaves nothing in the state dict. Any finite number will do.
-    centred
-        False reads with the second moment in place of the covariance.
-    keep_length
-        False returns contracted unit queries, as in the paper. True keeps the length of q: |q| times the contracted
-        unit query.
-
-    `enabled = False` switches the correction off: no statistics are kept, and the query is normalised as the model
-    was trained with.
-    `observer`, if set, is called with a `ReadObservation` at every call.
 
     The parameters are set to constants and draw from no random stream, so that a model with a read step starts from
     the same weights as one without.
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        *,
-        gate: str | float = "presplit",
-        centred: bool = True,
-        keep_length: bool = False,
+        self, num_heads: int, head_dim: int, *, gate: str | float = "presplit", keep_length: bool = False
     ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = head_dim
+        super().__init__(num_heads, head_dim, keep_length=keep_length)
         self.gate = check_gate(gate)
-        self.centred = centred
-        self.keep_length = keep_length
-        self.enabled = True
-        self.observer: Callable[[ReadObservation], None] | None = None
         if isinstance(self.gate, str):
             inputs = head_dim if self.gate == "head" else num_heads * head_dim
             self.gate_weight = nn.Parameter(torch.empty(num_heads, inputs))
@@ -115,7 +191,8 @@ class CurvatureConditionedQuery(nn.Module):
             self.gate_bias._no_weight_decay = True  # type: ignore[attr-defined]
         if self.gate == "attached":
             self.gate_scale = nn.Parameter(torch.empty(num_heads))
-        self.reset_parameters()
+        # Not that of a subclass, which may have parameters that are not there yet.
+        GatedReadStep.reset_parameters(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -127,53 +204,6 @@ class CurvatureConditionedQuery(nn.Module):
         self.gate_bias.fill_(math.log(start / (1 - start)))
         if self.gate == "attached":
             self.gate_scale.zero_()
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        presplit_query: Tensor,
-        statistics: KeyStatistics | None = None,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
-    ) -> ReadResult:
-        """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, and the statistics after
-        the last token.
-
-        statistics, mask [B, T] and cu_seqlens [N + 1] are those of `ccq.ops.query.curvature_conditioned_query`.
-        `normalized` says that q and k are unit vectors already (Gated DeltaNet): nothing is normalised again, and
-        lambda = 0 gives q bit for bit, as it does with `keep_length`.
-        """
-        query_as_given = normalized or self.keep_length
-        if not self.enabled:
-            return ReadResult(q if query_as_given else l2_normalize(q).to(q.dtype), None)
-        lam = self.gate_values(q, presplit_query, normalized=normalized)
-        in_place = (
-            isinstance(statistics, StaticKeyStatistics)
-            and q.shape[1] == 1
-            and mask is None
-            and cu_seqlens is None
-            and not torch.is_grad_enabled()
-        )
-        read: Callable[..., CurvatureConditionedQueryResult] = (
-            update_and_read_ if in_place else partial(curvature_conditioned_query, cu_seqlens=cu_seqlens, mask=mask)
-        )
-        result = read(
-            q,
-            k,
-            lam,
-            statistics=statistics,
-            normalize=False if normalized else "keys" if self.keep_length else True,
-            centred=self.centred,
-            return_correction=self.observer is not None,
-        )
-        if self.observer is not None and result.correction is not None:
-            seen = q if query_as_given else l2_normalize(q)
-            gate = lam if isinstance(lam, Tensor) else seen.new_full(q.shape[:3], lam)
-            self.observer(ReadObservation(seen.detach(), gate.detach(), result.correction.detach(), mask))
-        return ReadResult(result.query, result.statistics)
 
     def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: bool = False) -> Tensor | float:
         """lambda [B, T, H] in float32 (float64 for float64 input), or the fixed number."""
@@ -195,11 +225,85 @@ class CurvatureConditionedQuery(nn.Module):
             gate = torch.sigmoid(F.linear(presplit_query, weight.to(presplit_query.dtype)).to(dtype) + bias)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
 
+    @property
+    def products(self) -> int:
+        """Products of a D x D matrix with a vector for one token."""
+        return 1
+
+    @property
+    def operations_per_token(self) -> int:
+        # Every product, and the sum of k k^T.
+        operations = (2 + 2 * self.products) * self.num_heads * self.head_dim**2
+        return operations + (2 * self.gate_weight.numel() if isinstance(self.gate, str) else 0)
+
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, gate={self.gate!r}, centred={self.centred}, "
-            f"keep_length={self.keep_length}"
+        return f"{super().extra_repr()}, gate={self.gate!r}"
+
+
+class CurvatureConditionedQuery(GatedReadStep):
+    """y = q - lambda Sigma q: Sigma the covariance of the keys seen so far (arXiv:2606.01294), lambda from a gate.
+
+    gate, keep_length
+        See `GatedReadStep` and `ReadStep`. The paper's form does not keep the length.
+    centred
+        False reads with the second moment in place of the covariance.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        gate: str | float = "presplit",
+        centred: bool = True,
+        keep_length: bool = False,
+    ) -> None:
+        super().__init__(num_heads, head_dim, gate=gate, keep_length=keep_length)
+        self.centred = centred
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        presplit_query: Tensor,
+        log_decay: Tensor | None = None,
+        statistics: KeyStatistics | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        normalized: bool = False,
+    ) -> ReadResult:
+        """As `ReadStep.forward`; the state is the key statistics. With `normalized`, as with `keep_length`, lambda = 0
+        gives q bit for bit.
+        """
+        if not self.enabled:
+            return ReadResult(self._query_before(q, normalized), None)
+        lam = self.gate_values(q, presplit_query, normalized=normalized)
+        in_place = (
+            isinstance(statistics, StaticKeyStatistics)
+            and q.shape[1] == 1
+            and mask is None
+            and cu_seqlens is None
+            and not torch.is_grad_enabled()
         )
+        read: Callable[..., CurvatureConditionedQueryResult] = (
+            update_and_read_ if in_place else partial(curvature_conditioned_query, cu_seqlens=cu_seqlens, mask=mask)
+        )
+        result = read(
+            q,
+            k,
+            lam,
+            statistics=statistics,
+            normalize=self._normalize(normalized),
+            centred=self.centred,
+            return_correction=self.observer is not None,
+        )
+        if result.correction is not None:
+            self._observe(q, lam, result.correction, mask, normalized)
+        return ReadResult(result.query, result.statistics)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, centred={self.centred}"
 
 
 def check_gate(gate: str | float) -> str | float:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.mixers.common import AttentionState, MixerOutput, check_owner, split_heads
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype, check_input, check_sequences, check_shape
 
 
@@ -35,7 +35,7 @@ class SoftmaxAttention(nn.Module):
         head_dim: int,
         value_head_dim: int,
         *,
-        read: CurvatureConditionedQuery | None = None,
+        read: ReadStep | None = None,
         num_kv_heads: int | None = None,
         rope_base: float = 10000.0,
     ) -> None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from ccq.nn.conv import ShortConvolution
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import QueryInParts, ReadStep
 from ccq.ops.checks import check_input, check_sequences
 from ccq.ops.query import KeyStatistics
+from ccq.ops.reads import DecayedKeyStatistics, DecayedSecondMoment, KeyMean, LandmarkStatistics
+from ccq.ops.write_rule import WriteRuleResult
+
+ReadStatistics = KeyStatistics | KeyMean | DecayedKeyStatistics | DecayedSecondMoment | LandmarkStatistics
+"""The states of read steps."""
 
 
 class MixerState(NamedTuple):
@@ -24,7 +29,7 @@ class MixerState(NamedTuple):
 
     memory: Tensor
     """[N, H, D, V], the state of the write rule."""
-    statistics: KeyStatistics | None
+    statistics: ReadStatistics | None
     """The state of the read step; None without one, or while its correction is off."""
     convolution: tuple[Tensor, ...] | None
     """The last W - 1 inputs [N, W - 1, channels] of each convolution, in the order of the layer (q, k, v; one for all
@@ -78,8 +83,12 @@ def state_from_tensors(tensors: Mapping[str, Tensor]) -> LayerState:
     if "memory" not in tensors and "keys" in tensors:
         return AttentionState(*(tensors[name] for name in AttentionState._fields))
     statistics = convolution = None
-    if any(name.startswith("statistics.") for name in tensors):
-        statistics = KeyStatistics(*(tensors[f"statistics.{name}"] for name in KeyStatistics._fields))
+    fields = {name.removeprefix("statistics.") for name in tensors if name.startswith("statistics.")}
+    if fields:
+        # No two kinds have the same names; where one is missing, the first kind that would have it says so.
+        kinds = sorted(get_args(ReadStatistics), key=lambda kind: fields != set(kind._fields))
+        kind = next((kind for kind in kinds if fields <= set(kind._fields)), KeyStatistics)
+        statistics = kind(*(tensors[f"statistics.{name}"] for name in kind._fields))
     convolutions = sum(name.startswith("convolution.") for name in tensors)
     if convolutions:
         convolution = tuple(tensors[f"convolution.{i}"] for i in range(convolutions))
@@ -89,7 +98,7 @@ def state_from_tensors(tensors: Mapping[str, Tensor]) -> LayerState:
 def check_call(
     x: Tensor,
     hidden_size: int,
-    read: CurvatureConditionedQuery | None,
+    read: ReadStep | None,
     state: MixerState | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -102,7 +111,7 @@ def check_call(
     if state is None:
         return
     check_owner(state, MixerState, "memory", sequences)
-    if read is not None and read.enabled and state.statistics is None:
+    if read is not None and read.enabled and read.keeps_statistics and state.statistics is None:
         raise ValueError(
             "state has no key statistics, because it was made while the correction was off or by a layer without "
             "a read step; continue it with the correction off, or start again from the first token"
@@ -121,9 +130,7 @@ def check_owner(state: LayerState, kind: type[LayerState], first: str, sequences
         )
 
 
-def check_read(
-    read: CurvatureConditionedQuery | None, num_heads: int, head_dim: int, what: str = "heads"
-) -> CurvatureConditionedQuery | None:
+def check_read(read: ReadStep | None, num_heads: int, head_dim: int, what: str = "heads") -> ReadStep | None:
     """A read step must be made for the heads (or groups of heads that share their keys) of its layer."""
     if read is not None and (read.num_heads, read.head_dim) != (num_heads, head_dim):
         raise ValueError(
@@ -131,6 +138,19 @@ def check_read(
             f"of {head_dim}"
         )
     return read
+
+
+def read_memory(
+    rule: Callable[..., WriteRuleResult], q: Tensor | QueryInParts, *arguments: Any, **options: Any
+) -> WriteRuleResult:
+    """Call a write rule for q, which may be a query in parts: both then read the same memory, o = S kept - S
+    removed.
+    """
+    if not isinstance(q, QueryInParts):
+        return rule(q, *arguments, **options)
+    output, memory = rule(q.kept, *arguments, **options)
+    removed, _ = rule(q.removed, *arguments, **options)
+    return WriteRuleResult(output - removed, memory)
 
 
 def convolve(

@@ -7,9 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
-from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, draw_step_bias_, split_heads
+from ccq.nn.mixers.common import (
+    MixerOutput,
+    MixerState,
+    check_call,
+    check_read,
+    convolve,
+    draw_step_bias_,
+    read_memory,
+    split_heads,
+)
 from ccq.nn.norm import RMSNormGated
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gated_delta_rule import gated_delta_rule
 from ccq.ops.query import l2_normalize
@@ -40,7 +49,7 @@ class GatedDeltaNet(nn.Module):
         head_dim: int,
         value_head_dim: int,
         *,
-        read: CurvatureConditionedQuery | None = None,
+        read: ReadStep | None = None,
         conv_size: int = 4,
         max_a: float = 16.0,
         dt_min: float = 0.001,
@@ -113,12 +122,14 @@ class GatedDeltaNet(nn.Module):
                 q,
                 k,
                 presplit_query=presplit_query,
+                log_decay=log_decay,
                 statistics=None if state is None else state.statistics,
                 mask=mask,
                 cu_seqlens=cu_seqlens,
                 normalized=True,
             )
-        output, memory = gated_delta_rule(
+        output, memory = read_memory(
+            gated_delta_rule,
             q,
             k,
             v,

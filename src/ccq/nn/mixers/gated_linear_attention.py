@@ -7,9 +7,17 @@ from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
 from ccq.nn.feature_map import HedgehogFeatureMap
-from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, split_heads
+from ccq.nn.mixers.common import (
+    MixerOutput,
+    MixerState,
+    check_call,
+    check_read,
+    convolve,
+    read_memory,
+    split_heads,
+)
 from ccq.nn.norm import RMSNormGated
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gla import gated_linear_attention
 
@@ -44,7 +52,7 @@ class GatedLinearAttention(nn.Module):
         head_dim: int,
         value_head_dim: int,
         *,
-        read: CurvatureConditionedQuery | None = None,
+        read: ReadStep | None = None,
         short_convolution: int | None = None,
         gate_low_rank_dim: int = 16,
         gate_logit_normalizer: float = 16,
@@ -106,6 +114,7 @@ class GatedLinearAttention(nn.Module):
             q, k = self.feature_map_q(q), self.feature_map_k(k)
         log_decay = self.gk_proj(x)
         log_decay = F.logsigmoid(log_decay.to(accumulation_dtype(log_decay.dtype))) / self.gate_logit_normalizer
+        log_decay = split_heads(log_decay, self.num_heads)
 
         statistics = None
         if self.read is not None:
@@ -113,15 +122,17 @@ class GatedLinearAttention(nn.Module):
                 q,
                 k,
                 presplit_query=presplit_query,
+                log_decay=log_decay,
                 statistics=None if state is None else state.statistics,
                 mask=mask,
                 cu_seqlens=cu_seqlens,
             )
-        output, memory = gated_linear_attention(
+        output, memory = read_memory(
+            gated_linear_attention,
             q,
             k,
             v,
-            split_heads(log_decay, self.num_heads),
+            log_decay,
             scale=self.scale,
             state=None if state is None else state.memory,
             cu_seqlens=cu_seqlens,

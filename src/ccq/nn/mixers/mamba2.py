@@ -7,9 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
-from ccq.nn.mixers.common import MixerOutput, MixerState, check_call, check_read, convolve, draw_step_bias_, split_heads
+from ccq.nn.mixers.common import (
+    MixerOutput,
+    MixerState,
+    check_call,
+    check_read,
+    convolve,
+    draw_step_bias_,
+    read_memory,
+    split_heads,
+)
 from ccq.nn.norm import GatedGroupRMSNorm
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.ssd import state_space_duality
 
@@ -45,7 +54,7 @@ class Mamba2(nn.Module):
         head_dim: int = 128,
         value_head_dim: int = 64,
         *,
-        read: CurvatureConditionedQuery | None = None,
+        read: ReadStep | None = None,
         num_groups: int = 1,
         conv_size: int = 4,
         min_a: float = 1.0,
@@ -122,12 +131,14 @@ class Mamba2(nn.Module):
                 q,
                 k,
                 presplit_query=presplit_query,
+                log_decay=split_heads(log_decay, self.num_groups),
                 statistics=None if state is None else state.statistics,
                 mask=mask,
                 cu_seqlens=cu_seqlens,
             )
         values = split_heads(v, self.num_heads).to(dtype)
-        output, memory = state_space_duality(
+        output, memory = read_memory(
+            state_space_duality,
             q,
             k,
             (values * step.unsqueeze(-1)).to(v.dtype),

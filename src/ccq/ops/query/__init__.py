@@ -6,24 +6,13 @@ replaces q by q - lambda Sigma q, where Sigma is the covariance of the keys seen
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import (
-    FLOATS,
-    accumulation_dtype,
-    check_backend,
-    check_device,
-    check_input,
-    check_sequences,
-    check_shape,
-    describe,
-    short,
-    values_can_be_read,
-)
+from ccq.ops.checks import check_backend, check_input, check_sequences
+from ccq.ops.query.arguments import check_gate, check_normalize, check_query_dtype
 from ccq.ops.query.chunked import chunked_curvature_conditioned_query
 from ccq.ops.query.fused import (
     TRITON_INSTALLED,
@@ -112,9 +101,9 @@ def curvature_conditioned_query(
     check_backend(backend, BACKENDS)
     check_input("q", q, ("B", "T", "H", "D"))
     check_input("k", k, tuple(q.shape), q)
-    gate = _check_gate(gate, q)
-    query_dtype = _check_query_dtype(query_dtype, q)
-    unit_queries, unit_keys = _check_normalize(normalize)
+    gate = check_gate(gate, q)
+    query_dtype = check_query_dtype(query_dtype, q)
+    unit_queries, unit_keys = check_normalize(normalize)
     sequences, mask, boundaries = check_sequences(q, cu_seqlens, mask)
     if statistics is None:
         statistics = KeyStatistics.zeros(sequences, q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
@@ -195,9 +184,9 @@ def update_and_read_(
     check_backend(backend, BACKENDS)
     check_input("q", q, ("N", 1, "H", "D"))
     check_input("k", k, tuple(q.shape), q)
-    gate = _check_gate(gate, q)
-    query_dtype = _check_query_dtype(query_dtype, q)
-    unit_queries, unit_keys = _check_normalize(normalize)
+    gate = check_gate(gate, q)
+    query_dtype = check_query_dtype(query_dtype, q)
+    unit_queries, unit_keys = check_normalize(normalize)
     check_statistics(statistics, q.shape[0], q)
     for name, field in zip(KeyStatistics._fields, statistics, strict=True):
         if not field.is_contiguous():
@@ -241,40 +230,3 @@ def _choose(backend: str, q: Tensor) -> str:
     if backend != "auto":
         return backend
     return "triton" if q.is_cuda and TRITON_INSTALLED and is_supported(q) else "torch"
-
-
-def _check_normalize(normalize: bool | str) -> tuple[bool, bool]:
-    """Whether queries are normalised, and whether keys are."""
-    if isinstance(normalize, bool):
-        return normalize, normalize
-    if normalize == "keys":
-        return False, True
-    raise ValueError(f"normalize must be True, False or 'keys', got {normalize!r}")
-
-
-def _check_query_dtype(query_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
-    """The dtype of the query that comes back."""
-    accepted = dict.fromkeys((q.dtype, accumulation_dtype(q.dtype)))
-    if query_dtype is None or query_dtype in accepted:
-        return query_dtype or q.dtype
-    names = " or ".join(map(short, accepted))
-    given = short(query_dtype) if isinstance(query_dtype, torch.dtype) else repr(query_dtype)
-    raise ValueError(f"query_dtype must be {names} for {short(q.dtype)} input, got {given}")
-
-
-def _check_gate(gate: Tensor | float, q: Tensor) -> Tensor:
-    """The gate as a tensor [B, T, H]."""
-    if isinstance(gate, Tensor):
-        if gate.dtype not in FLOATS:
-            raise TypeError(f"gate must be a floating-point tensor or a number, got {describe(gate)}")
-        check_shape("gate", gate, tuple(q.shape[:3]))
-        check_device("gate", gate, q)
-        if values_can_be_read(gate) and not torch.isfinite(gate).all():
-            bad = int((~torch.isfinite(gate)).sum())
-            raise ValueError(f"gate must be finite, got {bad} NaN or infinite values in {describe(gate)}")
-        return gate
-    if isinstance(gate, bool) or not isinstance(gate, (int, float)):
-        raise TypeError(f"gate must be a tensor [B, T, H] or a number, got {type(gate).__name__}")
-    if not math.isfinite(gate):
-        raise ValueError(f"gate must be finite, got {gate}")
-    return torch.full(q.shape[:3], float(gate), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)

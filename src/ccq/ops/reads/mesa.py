@@ -1,0 +1,118 @@
+"""mesa: y = (H + Lambda)^-1 q, the read of MesaNet (von Oswald et al., arXiv:2506.05233), as a peer.
+
+H <- alpha H + k k^T is the second moment of the keys, forgotten as the memory is, and not divided by their number;
+Lambda is a positive diagonal. Solved by conjugate gradients, 30 steps as there. Two things differ from MesaNet, because
+they belong to its write: the decay is that of the backbone, one number a head (see `ccq.ops.reads.decay`), and every
+key counts in full.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ccq.ops.checks import accumulation_dtype, check_device, check_shape
+from ccq.ops.reads.common import QueryResult, ReadInputs, check_number, check_read_state, read_inputs
+from ccq.ops.reads.decayed import DecayedChunks, head_decay
+from ccq.ops.reads.reference import read_loop
+from ccq.ops.reads.solve import conjugate_gradient, differentiable_solution
+
+
+class DecayedSecondMoment(NamedTuple):
+    """Second moment of the keys of each sequence, older keys counting less."""
+
+    second_moment: Tensor
+    """[N, H, D, D] float32 (float64 for float64 input), symmetric"""
+
+    @classmethod
+    def zeros(
+        cls, sequences: int, heads: int, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> DecayedSecondMoment:
+        return cls(torch.zeros(sequences, heads, size, size, dtype=accumulation_dtype(dtype), device=device))
+
+
+def mesa_query(
+    q: Tensor,
+    k: Tensor,
+    ridge: Tensor,
+    *,
+    log_decay: Tensor | None,
+    steps: int = 30,
+    statistics: DecayedSecondMoment | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: bool | str = True,
+    query_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> QueryResult:
+    """(H + Lambda)^-1 q. Arguments: see `ccq.ops.reads.ReadOptions`, and
+
+    ridge: [H, D], the diagonal Lambda, above 0.
+    log_decay: as in `decay_query`.
+    steps: of the conjugate gradients. The backward pass takes them for enough: its gradient is that of the solution.
+
+    The correction in the result is q - y. Backend "reference" solves the systems directly.
+    """
+    inputs = read_inputs(
+        q,
+        k,
+        1.0,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        normalize=normalize,
+        query_dtype=query_dtype,
+        backend=backend,
+    )
+    steps = check_number("steps", steps)
+    log_decay = head_decay(log_decay, inputs.query)
+    heads, size = q.shape[2:]
+    check_shape("ridge", ridge, (heads, size))
+    check_device("ridge", ridge, q)
+    ridge = ridge.to(inputs.query.dtype)
+    if statistics is None:
+        statistics = DecayedSecondMoment.zeros(inputs.sequences, heads, size, dtype=q.dtype, device=q.device)
+    check_read_state(statistics, DecayedSecondMoment, {"second_moment": (inputs.sequences, heads, size, size)}, q)
+    with torch.autocast(q.device.type, enabled=False):
+        if backend == "reference":
+            query, last = _loop(inputs, ridge, log_decay, statistics)
+            return QueryResult(inputs.finish(query), None, last)
+        query, last = _chunked(inputs, ridge, log_decay, statistics, steps)
+        return QueryResult(inputs.finish(query), inputs.query - query, last)
+
+
+def _loop(
+    inputs: ReadInputs, ridge: Tensor, log_decay: Tensor, statistics: DecayedSecondMoment
+) -> tuple[Tensor, DecayedSecondMoment]:
+    def step(
+        state: DecayedSecondMoment, query: Tensor, key: Tensor, log_decay: Tensor
+    ) -> tuple[Tensor, DecayedSecondMoment]:
+        alpha = log_decay.exp()[:, :, None, None]
+        second_moment = alpha * state.second_moment + key.unsqueeze(-1) * key.unsqueeze(-2)
+        solution = torch.linalg.solve(second_moment + torch.diag_embed(ridge), query.unsqueeze(-1))
+        return solution.squeeze(-1), DecayedSecondMoment(second_moment)
+
+    return read_loop(step, (inputs.query, inputs.key, log_decay), statistics, inputs)
+
+
+def _chunked(
+    inputs: ReadInputs, ridge: Tensor, log_decay: Tensor, statistics: DecayedSecondMoment, steps: int
+) -> tuple[Tensor, DecayedSecondMoment]:
+    chunks = DecayedChunks.of(inputs, log_decay)
+    query = chunks.layout.split(inputs.query)
+    diagonal = ridge.unsqueeze(-2)
+    moments, last = chunks.second_moments(statistics.second_moment)
+    frozen_chunks, frozen_moments, frozen_diagonal = chunks.detach(), moments.detach(), diagonal.detach()
+
+    def product(x: Tensor) -> Tensor:
+        return frozen_chunks.second_moment_times(x, frozen_moments) + frozen_diagonal * x
+
+    def solve(right: Tensor) -> Tensor:
+        return conjugate_gradient(product, right, right / frozen_diagonal, steps)
+
+    with torch.no_grad():
+        solution = solve(query.detach())
+    residual = query - chunks.second_moment_times(solution, moments) - diagonal * solution
+    solution = differentiable_solution(solution, residual, solve)
+    return chunks.layout.merge(solution), DecayedSecondMoment(last)

@@ -1,0 +1,132 @@
+"""query-weighted: y = q - lambda Cov_p(q) q, the covariance of the keys under softmax weights at the query itself.
+
+The Hessian of the log-partition log sum exp(b k_j . q) at q is b^2 times the covariance of the keys under the softmax
+weights p_j; at q = 0 all weights are equal, which is the read step's own Sigma. A version of low rank is named as
+follow-up work in arXiv:2606.01294. Weights at the query would need every key, so here R landmarks z_r stand for them:
+each key is shared among them by w_jr = softmax_r(b z_r . k_j), and each landmark keeps what it got, c_r = sum of w_jr,
+and the mean mu_r of its keys. Then
+
+    p_r = softmax_r(log c_r + b mu_r . q),   Cov = sum p_r (mu_r - mu_p) (mu_r - mu_p)^T,   mu_p = sum p_r mu_r
+
+which has rank R - 1 at most, and a state of R vectors a head. b = sqrt(D), as if the entries of q and k had variance 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ccq.ops.checks import accumulation_dtype, check_device, check_shape
+from ccq.ops.query.reference import NORM_EPSILON, l2_normalize
+from ccq.ops.reads.common import QueryResult, ReadInputs, check_read_state, read_inputs, scan
+from ccq.ops.reads.reference import read_loop, times
+
+
+class LandmarkStatistics(NamedTuple):
+    """What the landmarks of each sequence have of its keys."""
+
+    totals: Tensor
+    """[N, H, R, D] float32 (float64 for float64 input): the sum of w_jr k_j."""
+    shares: Tensor
+    """[N, H, R], same dtype: c_r."""
+
+    @classmethod
+    def zeros(
+        cls, sequences: int, heads: int, landmarks: int, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> LandmarkStatistics:
+        shapes = ((sequences, heads, landmarks, size), (sequences, heads, landmarks))
+        return cls(*(torch.zeros(shape, dtype=accumulation_dtype(dtype), device=device) for shape in shapes))
+
+
+def query_weighted_query(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | float,
+    *,
+    landmarks: Tensor,
+    statistics: LandmarkStatistics | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: bool | str = True,
+    query_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> QueryResult:
+    """q - gate * Cov_p(q) q. Arguments: see `ccq.ops.reads.ReadOptions`, and landmarks [H, R, D]. With
+    normalize="keys", which leaves q its length, the result is that of the unit query times |q|.
+    """
+    inputs = read_inputs(
+        q,
+        k,
+        gate,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        normalize=normalize,
+        query_dtype=query_dtype,
+        backend=backend,
+    )
+    heads, size = q.shape[2:]
+    check_shape("landmarks", landmarks, (heads, "R", size))
+    check_device("landmarks", landmarks, q)
+    landmarks = landmarks.to(inputs.query.dtype)
+    count = landmarks.shape[1]
+    if statistics is None:
+        statistics = LandmarkStatistics.zeros(inputs.sequences, heads, count, size, dtype=q.dtype, device=q.device)
+    first = (inputs.sequences, heads, count)
+    check_read_state(statistics, LandmarkStatistics, {"totals": (*first, size), "shares": first}, q)
+    with torch.autocast(q.device.type, enabled=False):
+        unit, length = inputs, torch.ones((), dtype=inputs.query.dtype, device=q.device)
+        if normalize == "keys":
+            length = (inputs.query.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt()
+            unit = inputs._replace(query=l2_normalize(inputs.query))
+        if backend == "reference":
+            query, last = _loop(unit, landmarks, statistics)
+            return QueryResult(inputs.finish(length * query), None, last)
+        correction, last = _chunked(unit, landmarks, statistics)
+        correction = length * correction
+        return QueryResult(inputs.finish(inputs.query - inputs.gate * correction), correction, last)
+
+
+def _loop(inputs: ReadInputs, landmarks: Tensor, statistics: LandmarkStatistics) -> tuple[Tensor, LandmarkStatistics]:
+    sharpness = math.sqrt(inputs.query.shape[-1])
+
+    def step(state: LandmarkStatistics, query: Tensor, key: Tensor, gate: Tensor) -> tuple[Tensor, LandmarkStatistics]:
+        share = torch.softmax(sharpness * times(landmarks, key), -1)
+        state = LandmarkStatistics(state.totals + share.unsqueeze(-1) * key.unsqueeze(-2), state.shares + share)
+        means = state.totals / state.shares.unsqueeze(-1)
+        weight = torch.softmax(state.shares.log() + sharpness * times(means, query), -1).unsqueeze(-1)
+        centred = means - (weight * means).sum(-2, keepdim=True)
+        covariance = (weight * centred).mT @ centred
+        return query - gate * times(covariance, query), state
+
+    return read_loop(step, (inputs.query, inputs.key, inputs.gate), statistics, inputs)
+
+
+def _chunked(
+    inputs: ReadInputs, landmarks: Tensor, statistics: LandmarkStatistics
+) -> tuple[Tensor, LandmarkStatistics]:
+    """With s_ij = q_i . k_j: mu_r . q_i is (q_i . m_r + sum s_ij w_jr) / c_ir, and Cov q_i the sum of p_r (mu_r . q_i -
+    mu_p . q_i) / c_ir times what landmark r has at token i. So every sum over the tokens of a chunk is a product with a
+    causal matrix, and no mean is formed for single tokens.
+    """
+    layout, sharpness = inputs.layout, math.sqrt(inputs.query.shape[-1])
+    query, key = layout.split(inputs.query), layout.split(inputs.key)
+    share = torch.softmax(sharpness * torch.matmul(key, landmarks.mT), -1)
+    real = torch.ones_like(inputs.query[..., :1, :1])
+    if inputs.mask is not None:
+        real = inputs.mask[..., None, None].to(real.dtype)
+    share = share * layout.split(real)
+    totals, last_totals = scan(layout, torch.matmul(share.mT, key), statistics.totals)
+    inside = share.cumsum(-2)
+    shares, last_shares = scan(layout, inside[:, :, -1], statistics.shares)
+    shares = inside + shares.unsqueeze(-2)
+    # Only padding before the first token has none.
+    shares = torch.where(shares > 0, shares, 1)
+    scores = torch.matmul(query, key.mT).tril()
+    score = (torch.matmul(query, totals.mT) + torch.matmul(scores, share)) / shares
+    weight = torch.softmax(shares.log() + sharpness * score, -1)
+    factor = weight * (score - (weight * score).sum(-1, keepdim=True)) / shares
+    correction = torch.matmul(factor, totals) + torch.matmul(torch.matmul(factor, share.mT).tril(), key)
+    return layout.merge(correction), LandmarkStatistics(last_totals, last_shares)
