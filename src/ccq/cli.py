@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ccq.data.shards import TokenFolder
+    from ccq.train.throughput import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
     _add_data(commands)
+    _add_train(commands)
     _add_bench(commands)
     _add_models(commands)
+    _add_reads(commands)
     _add_generate(commands)
+    _add_eval(commands)
+    _add_diagnose(commands)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
@@ -252,6 +257,72 @@ def _print_token_folder(folder: TokenFolder, console: Console) -> None:
         if part.documents:
             text = tokenizer.decode(part.document(0)[:60].tolist(), skip_special_tokens=False)
             console.print(f"{part.name} begins: {text!r}", markup=False, soft_wrap=True)
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model from a recipe",
+        description="Trains the model of a recipe, on this machine alone or under torchrun on any number of processes "
+        "(torchrun --nproc-per-node 8 -m ccq.cli train ...). The same command again goes on after an interruption.",
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="checkpoints, metrics.jsonl and the trained model")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="replace a value of the recipe, such as training.steps=100; may be given several times",
+    )
+    parser.add_argument(
+        "--stop-after",
+        type=_positive,
+        metavar="STEPS",
+        help="save and end once so many steps of the run are done, as an interruption would",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print parameters, memory, steps and hours, and train nothing"
+    )
+    parser.set_defaults(run=_train)
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from ccq.train.config import load_recipe
+    from ccq.train.run import plan_recipe, run_recipe
+
+    recipe = load_recipe(parsed.recipe, parsed.set)
+    if parsed.dry_run:
+        _print_plan(plan_recipe(recipe))
+        return 0
+    if parsed.out is None:
+        raise ValueError("--out is needed: the folder for checkpoints, metrics and the trained model")
+    try:
+        run = run_recipe(recipe, parsed.out, stop_after=parsed.stop_after)
+    except FloatingPointError as error:
+        print(f"ccq: {error}", file=sys.stderr)
+        return 1
+    # A shell's way of saying which signal ended a command.
+    return 0 if run.signal is None else 128 + run.signal
+
+
+def _print_plan(plan: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ccq.train.throughput import ASSUMED_UTILIZATION
+
+    memory = plan.memory
+    parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in memory._asdict().items())
+    origin = "measured here" if plan.is_measured else "from its data sheet"
+    table = Table(show_header=False, box=None)
+    table.add_row("parameters", f"{plan.parameters:,}")
+    table.add_row("steps", f"{plan.steps:,} of {plan.tokens // plan.steps:,} tokens, {plan.tokens:,} in all")
+    table.add_row("memory", f"{memory.total / 2**30:,.2f} GiB in each of {plan.processes} processes: {parts}")
+    table.add_row("arithmetic", f"{plan.training_flops / 1e9:,.3f} GFLOP a token")
+    table.add_row("device", f"{plan.device}, {plan.peak / 1e9:,.1f} GFLOP/s ({origin})")
+    table.add_row("time", f"{plan.hours:,.2f} hours at {ASSUMED_UTILIZATION:.0%} of that")
+    Console().print(table)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -519,6 +590,39 @@ def _models(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _add_reads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "reads",
+        help="list the read steps",
+        description="Lists every read step NAME of an arm BACKBONE+NAME with its formula, and the parameters and state "
+        "of one layer with the paper's 6 heads of 256. docs/reads.md explains them.",
+    )
+    parser.add_argument("--json", action="store_true", help="print exact figures, sources and options as JSON")
+    parser.set_defaults(run=_reads)
+
+
+def _reads(parsed: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from ccq.nn.reads import describe_reads
+
+    rows = describe_reads()
+    if parsed.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table = Table("name", "formula", "what it is", "parameters", "state", box=None)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        state = f"{row['state_bytes'] / 2**10:,.1f} KiB"
+        table.add_row(row["name"], row["formula"], row["summary"], f"{row['parameters']:,}", state)
+    Console().print(table)
+    return 0
+
+
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
@@ -560,6 +664,177 @@ def _generate(parsed: argparse.Namespace) -> int:
         save=parsed.save_state,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
+    return 0
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a model: perplexity by length, needles, language tasks, LongBench",
+        description="Runs a suite on a model, of this library or any causal LM of transformers, and writes scores, "
+        "samples and all that moves a number to one file. The same command again goes on after an interruption.",
+    )
+    suites = parser.add_subparsers(required=True, metavar="SUITE", dest="suite")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("model", metavar="MODEL", help="folder of a model and its tokenizer, or a name of the hub")
+    common.add_argument("--out", type=Path, required=True, metavar="FILE", help="results, as JSON")
+    common.add_argument("--tasks", nargs="+", metavar="NAME", help="some of the suite's; default: all")
+    common.add_argument("--data", type=Path, metavar="FOLDER", help="local data instead of the hub's")
+    common.add_argument("--device", help="default: cuda if torch finds a GPU, else cpu")
+    common.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    common.add_argument("--read", choices=("on", "off"), help="switch the read steps' correction; default on")
+    common.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="put the tokenizer's first token before every text; default: as the tokenizer does by itself",
+    )
+    common.add_argument("--seed", type=int, default=0, metavar="N", help="of samples that are drawn; default 0")
+    extrapolation = suites.add_parser(
+        "extrapolation",
+        parents=[common],
+        help="token perplexity in windows of growing length",
+        description="Token perplexity in neighbouring windows, by length and by position, on the paper's six corpora, "
+        "on texts of a folder, or on the text that every machine has (--tasks stdlib).",
+    )
+    _add_lengths(extrapolation, "4096 6144 ... 20480")
+    extrapolation.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="windows; default 1")
+    extrapolation.add_argument(
+        "--max-tokens", type=_positive, default=2**21, metavar="N", help="of a corpus and length; default 2097152"
+    )
+    extrapolation.add_argument("--limit", type=_positive, metavar="N", help="documents of a corpus; default all")
+    needle = suites.add_parser(
+        "needle",
+        parents=[common],
+        help="RULER's needles in haystacks",
+        description="RULER's needle tasks at any length, by lm-eval's generator. Default: the three single-needle "
+        "tasks of the paper's table 3.",
+    )
+    _add_lengths(needle, "1024 2048 4096 8192")
+    needle.add_argument(
+        "--preset",
+        choices=("read-off",),
+        help="the paper's lengths for runs with the correction off, to 100K; compare --read on and --read off",
+    )
+    needle.add_argument("--hub-essays", action="store_true", help="haystacks of the essays that RULER uses")
+    needle.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="prompts; default 8")
+    needle.add_argument("--limit", type=_positive, default=500, metavar="N", help="samples a cell; default 500")
+    for name, text in (
+        ("language", "the nine tasks of the paper's table 2, and the mean of seven"),
+        ("longbench", "the 14 English tasks of the paper's table 4, prompts cut in the middle"),
+    ):
+        suite = suites.add_parser(name, parents=[common], help=text, description=f"Runs {text}, through lm-eval.")
+        suite.add_argument(
+            "--max-length", type=_positive, metavar="N", help="tokens of prompt and answer; default: the model's own"
+        )
+        suite.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="prompts; default 8")
+        suite.add_argument("--limit", type=_positive, metavar="N", help="samples a task; default all")
+    parser.set_defaults(run=_eval)
+
+
+def _add_lengths(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--lengths", type=_positive, nargs="+", metavar="N", help=f"in tokens; default {default}")
+
+
+def _eval(parsed: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from ccq.bench.machine import environment
+    from ccq.evals.harness import load
+    from ccq.evals.suites import run_suite, score_table
+
+    console = Console()
+    loaded = load(parsed.model, device=parsed.device, dtype=parsed.dtype, read=parsed.read, bos=parsed.bos)
+    device = str(loaded.model.device)
+    if loaded.model.device.type == "cuda":
+        device = f"{device} ({torch.cuda.get_device_name(loaded.model.device)})"
+    results = run_suite(
+        parsed.suite,
+        loaded,
+        parsed.out,
+        tasks=parsed.tasks,
+        data=parsed.data,
+        batch_size=parsed.batch_size,
+        limit=parsed.limit,
+        seed=parsed.seed,
+        lengths=getattr(parsed, "lengths", None),
+        preset=getattr(parsed, "preset", None),
+        hub_essays=getattr(parsed, "hub_essays", False),
+        max_tokens=getattr(parsed, "max_tokens", None),
+        max_length=getattr(parsed, "max_length", None),
+        environment=environment(threads=torch.get_num_threads(), device=device),
+        console=console,
+    )
+    console.print(score_table(results))
+    console.print(f"Results: {parsed.out}", soft_wrap=True)
+    return 0
+
+
+def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "diagnose",
+        help="where a model's keys lie, and what the correction does to its queries",
+        description="Runs a model over prompts that hide a code among everyday sentences, measures its keys, its "
+        "queries and its correction, and writes diagnosis.json and diagnosis.html.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a model and its tokenizer, or a name of the hub: of this library, or of transformers with "
+        "modules named k_proj",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the two files are written")
+    parser.add_argument("--prompts", type=_positive, default=20, metavar="N", help="default 20")
+    parser.add_argument(
+        "--fillers", type=_positive, default=120, metavar="N", help="sentences around the needle; default 120"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FOLDER", help="take them from these text files instead of the built-in ones"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts; default 0")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the model; default: bfloat16 on a GPU, float32 on a CPU",
+    )
+    parser.set_defaults(run=_diagnose)
+
+
+def _diagnose(parsed: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from ccq.analysis.diagnosis import diagnose
+    from ccq.analysis.prompts import sentences_of
+    from ccq.bench.machine import environment
+    from ccq.files import write_json_atomically
+    from ccq.models.auto_model import read_auto_model
+    from ccq.report.diagnosis import headline, write_diagnosis
+
+    console = Console()
+    device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = parsed.dtype or ("bfloat16" if device == "cuda" else "float32")
+    sentences = None if parsed.text is None else sentences_of(parsed.text)
+    with console.status("reading the model") as status:
+        model, tokenizer = read_auto_model(parsed.model, dtype=getattr(torch, dtype), device=device)
+        results = diagnose(
+            model,
+            tokenizer,
+            name=parsed.model,
+            environment=environment(threads=torch.get_num_threads(), device=device),
+            prompts=parsed.prompts,
+            seed=parsed.seed,
+            fillers=parsed.fillers,
+            sentences=sentences,
+            text=None if parsed.text is None else str(parsed.text),
+            say=status.update,
+        )
+        parsed.out.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(parsed.out / "diagnosis.json", results)
+        write_diagnosis(results, parsed.out / "diagnosis.html")
+    console.print(headline(results))
+    console.print(f"Report: {parsed.out / 'diagnosis.html'}")
     return 0
 
 

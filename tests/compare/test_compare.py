@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from ccq.compare import CompareSettings, compare, compare_preset
+from ccq.compare import CompareSettings, Stage, TrainConfig, compare, compare_preset
 from ccq.compare.arm import load_arm_model
 from ccq.compare.folder import RunFolder
 from ccq.data.needles import evaluation_windows
 from ccq.evals.results import CompareResults, read_results
-from ccq.train import Stage, TrainConfig
 
 TEXT = "def area(width, height):\n    '''The area of a rectangle, in square metres.'''\n    return width * height\n"
 
@@ -39,7 +39,7 @@ def small_settings(text: Path, **changes: object) -> CompareSettings:
     settings = CompareSettings(
         preset="smoke",
         model="tiny",
-        train=TrainConfig(stages=(Stage(32, 4, 3), Stage(48, 2, 3)), warmup_steps=2, log_every=2, checkpoint_seconds=0),
+        train=TrainConfig(stages=(Stage(32, 4, 3), Stage(48, 2, 3)), warmup_steps=2, log_every=2, checkpoint_every=1),
         arms=("gla", "gla+ccq"),
         text=str(text),
         multiples=(1, 2),
@@ -146,7 +146,7 @@ def test_a_killed_comparison_goes_on_and_ends_the_same(text: Path, tmp_path: Pat
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     process = subprocess.Popen([sys.executable, str(script), str(text), str(folder)], env=environment)
     deadline = time.monotonic() + 120
-    while not list(folder.glob("arms/*/checkpoint.pt")):
+    while not list(folder.glob("arms/*/training/checkpoints/step-????????")):
         assert process.poll() is None, "ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -165,13 +165,13 @@ def test_an_arm_that_fails_is_named_and_the_others_are_kept(text: Path, tmp_path
     folder = RunFolder(tmp_path / "run")
     settings = small_settings(text)
     folder.claim(settings)
-    broken = folder.arm("gla", 0) / "checkpoint.pt"
-    broken.parent.mkdir(parents=True)
-    broken.write_bytes(b"half a file")
-    with pytest.raises(RuntimeError, match=r"gla, seed 0: ValueError: .*checkpoint.pt is damaged"):
+    broken = folder.arm("gla", 0) / "training" / "checkpoints" / "step-00000002"
+    broken.mkdir(parents=True)
+    (broken / "state.json").write_bytes(b"half a file")
+    with pytest.raises(RuntimeError, match=r"gla, seed 0: ValueError: .*step-00000002 is damaged"):
         run(folder.path, settings)
     assert (folder.arm("gla+ccq", 0) / "result.json").exists()
-    broken.unlink()
+    shutil.rmtree(broken)
     assert len(run(folder.path, settings)["runs"]) == 2
 
 

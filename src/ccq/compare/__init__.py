@@ -2,5 +2,6 @@
 
 from ccq.compare.run import compare
 from ccq.compare.settings import PRESETS, CompareSettings, compare_preset
+from ccq.compare.training import Stage, TrainConfig
 
-__all__ = ["PRESETS", "CompareSettings", "compare", "compare_preset"]
+__all__ = ["PRESETS", "CompareSettings", "Stage", "TrainConfig", "compare", "compare_preset"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from multiprocessing.queues import Queue
@@ -16,6 +17,7 @@ import torch
 from ccq.analysis.gate import measure_reads
 from ccq.compare.folder import RunFolder
 from ccq.compare.settings import CompareSettings
+from ccq.compare.training import NeedleSteps, train_arm
 from ccq.data.needles import evaluation_windows
 from ccq.data.tokenizer import SEPARATOR
 from ccq.evals.needle import evaluate_needles, summarize_by_depth, summarize_by_length
@@ -23,13 +25,15 @@ from ccq.evals.perplexity import evaluate_perplexity
 from ccq.files import write_json_atomically
 from ccq.models.modeling import CCQForCausalLM, load_model, save_model
 from ccq.models.text import save_tokenizer
-from ccq.train.loop import Progress, train
+from ccq.train.loop import CHECKPOINTS, Progress
 
 EVALUATION_SEED = 0
 """All arms and seeds answer the same questions."""
 EVALUATION_TOKENS = 16_384
 """Tokens in one call when evaluating; bounds the memory."""
 PROGRESS_SECONDS = 0.2
+TRAINING = "training"
+"""Of an arm's folder: checkpoints while it trains, and its metrics."""
 
 
 class ArmEvent(NamedTuple):
@@ -80,7 +84,8 @@ def run_arm(path: str, settings: CompareSettings, arm: str, seed: int, events: Q
         now = time.monotonic()
         if now - last_told > PROGRESS_SECONDS:
             last_told = now
-            text = f"text {progress.text_loss:.2f}  answers {progress.answer_loss:.2f}"
+            losses = progress.result.losses
+            text = f"text {losses['text']:.2f}  answers {losses['answer']:.2f}"
             events.put(ArmEvent(arm, seed, "training", progress.step, text))
 
     try:
@@ -97,19 +102,17 @@ def _train_and_evaluate(
     own.mkdir(parents=True, exist_ok=True)
     tokens, tokenizer = folder.tokens(), folder.tokenizer()
     vocabulary = tokenizer.needle_vocabulary
-    checkpoint = own / "checkpoint.pt"
     config = settings.train
-    trained = train(
+    engine, outcome, curve = train_arm(
         settings.model_config(arm, tokenizer),
         config,
-        tokens.train,
-        vocabulary,
+        NeedleSteps(tokens.train, vocabulary, config, seed),
+        own / TRAINING,
         seed=seed,
-        checkpoint=checkpoint,
         on_progress=tell,
     )
     events.put(ArmEvent(arm, seed, "evaluating", config.steps))
-    model = trained.model.eval()
+    model = engine.model.eval()
     save_model(model, own / "model")
     save_tokenizer(tokenizer.to_tokenizers(), own / "model", end=f"<|{SEPARATOR}|>")
 
@@ -159,8 +162,8 @@ def _train_and_evaluate(
             "training": {
                 "steps": config.steps,
                 "tokens": config.tokens,
-                "seconds": trained.seconds,
-                "curve": trained.curve,
+                "seconds": outcome.seconds,
+                "curve": curve,
             },
             "perplexity": perplexity,
             "needle": summarize_by_depth(outcomes),
@@ -170,4 +173,4 @@ def _train_and_evaluate(
             "correction": None if measured is None else measured.correction,
         },
     )
-    checkpoint.unlink(missing_ok=True)
+    shutil.rmtree(own / TRAINING / CHECKPOINTS)

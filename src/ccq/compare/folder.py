@@ -4,7 +4,7 @@
     corpus.json              what the text was
     tokenizer.json           the BPE trained on it
     train.npy, held_out.npy  the text as tokens
-    arms/ARM-seedS/          checkpoint.pt while training, result.json at the end
+    arms/ARM-seedS/          training/ with checkpoints and metrics, model/ and result.json at the end
     results.json             every figure; written last
     report.html, figure.png
 

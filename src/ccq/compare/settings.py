@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ccq.compare.training import Stage, TrainConfig
 from ccq.data.tokenizer import Tokenizer
 from ccq.models.configuration import ARMS, CCQConfig, parse_arm
 from ccq.models.presets import preset as model_preset
-from ccq.train.config import Stage, TrainConfig
 
 
 @dataclass(frozen=True)

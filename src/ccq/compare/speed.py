@@ -10,10 +10,10 @@ import torch
 from ccq.compare.arm import load_arm_model
 from ccq.compare.folder import RunFolder
 from ccq.compare.settings import CompareSettings
-from ccq.data.needles import training_batch
+from ccq.compare.training import NeedleSteps
 from ccq.evals.results import DecodeResult
 from ccq.models.modeling import CCQForCausalLM
-from ccq.train.loop import make_optimizer, training_step
+from ccq.train.engine import Engine
 
 ROUNDS = 9
 WARMUP_ROUNDS = 2
@@ -37,27 +37,19 @@ def measure_speeds(folder: RunFolder, settings: CompareSettings) -> dict[str, tu
 def _measure(folder: RunFolder, settings: CompareSettings) -> dict[str, tuple[float, DecodeResult]]:
     config = settings.train
     stage = config.stages[-1]
-    batch = training_batch(
-        folder.tokens().train,
-        seed=0,
-        step=0,
-        batch_size=stage.batch_size,
-        length=stage.length,
-        vocabulary=folder.tokenizer().needle_vocabulary,
-        needles=config.needles,
-    )
-    models = {arm: load_arm_model(folder, arm, 0) for arm in settings.arms}
-    optimizers = {arm: make_optimizer(model, config) for arm, model in models.items()}
-    step_seconds: dict[str, list[float]] = {arm: [] for arm in models}
-    token_seconds: dict[str, list[float]] = {arm: [] for arm in models}
+    vocabulary = folder.tokenizer().needle_vocabulary
+    batch = NeedleSteps(folder.tokens().train, vocabulary, config, seed=0).batch(config.steps - 1)
+    engines = {arm: Engine(load_arm_model(folder, arm, 0), config.optimizer()) for arm in settings.arms}
+    step_seconds: dict[str, list[float]] = {arm: [] for arm in engines}
+    token_seconds: dict[str, list[float]] = {arm: [] for arm in engines}
     for _ in range(ROUNDS + WARMUP_ROUNDS):
-        for arm, model in models.items():
+        for arm, engine in engines.items():
             started = time.perf_counter()
-            training_step(model, optimizers[arm], batch, config)
+            engine.step([batch], config.learning_rate)
             step_seconds[arm].append(time.perf_counter() - started)
-            token_seconds[arm].append(_decode_seconds(model, batch.inputs[:1]))
+            token_seconds[arm].append(_decode_seconds(engine.model, batch.inputs[:1]))
     speeds: dict[str, tuple[float, DecodeResult]] = {}
-    for arm in models:
+    for arm in engines:
         token = _median(token_seconds[arm])
         decode: DecodeResult = {
             "batch_size": 1,

@@ -1,6 +1,32 @@
-"""Training: the configuration, the loop, and checkpoints that a kill cannot damage."""
+"""Training: strict recipes, one engine for one process or many, and runs that an interruption at any moment cannot
+damage.
+"""
 
-from ccq.train.config import Stage, TrainConfig
-from ccq.train.loop import Progress, TrainedModel, initial_model, train
+from ccq.train.config import OptimizerRecipe, Recipe, load_recipe
+from ccq.train.distributed import Processes, processes
+from ccq.train.engine import Engine, StepResult, TargetBatch, initial_model
+from ccq.train.loop import BatchSource, Outcome, Progress, Schedule, train
+from ccq.train.loss import linear_cross_entropy
+from ccq.train.metrics import read_metrics
+from ccq.train.run import plan_recipe, run_recipe
 
-__all__ = ["Progress", "Stage", "TrainConfig", "TrainedModel", "initial_model", "train"]
+__all__ = [
+    "BatchSource",
+    "Engine",
+    "OptimizerRecipe",
+    "Outcome",
+    "Processes",
+    "Progress",
+    "Recipe",
+    "Schedule",
+    "StepResult",
+    "TargetBatch",
+    "initial_model",
+    "linear_cross_entropy",
+    "load_recipe",
+    "plan_recipe",
+    "processes",
+    "read_metrics",
+    "run_recipe",
+    "train",
+]

@@ -1,52 +1,200 @@
-"""Checkpoints: everything a run needs to go on exactly where it was, in one file that is whole or absent."""
+"""Checkpoints: everything a run needs to go on exactly where it was, each in a folder that is whole or has no name.
+
+    step-00000500/             a whole checkpoint: state.json and what torch.distributed.checkpoint wrote
+    step-00001000.partial/     one that is being written, or whose writing was cut off
+
+A checkpoint is copied to memory between two steps and written by a thread during the next ones. When every process has
+written and flushed its part, the folder gets its name. Any number of processes can read it.
+"""
 
 from __future__ import annotations
 
-import io
+import json
+import os
+import re
+import shutil
+import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from ccq.files import write_bytes_atomically
+from ccq.files import write_json_atomically
+from ccq.train.distributed import Processes
 
-FORMAT = "ccq-checkpoint/1"
+FORMAT = "ccq-checkpoint/2"
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".partial"
+_STATE_FILE = "state.json"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Checkpoint(NamedTuple):
-    """The state of a training run after `step` optimizer steps."""
+class _Writing(NamedTuple):
+    """A checkpoint on its way to the disk."""
 
     step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    curve: list[dict[str, Any]]
-    seconds: float
-    """Time spent in training so far, interruptions left out."""
+    written: Future[Any]
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint at `path`; a kill leaves the old one or the new one."""
-    buffer = io.BytesIO()
-    torch.save({"format": FORMAT, **checkpoint._asdict()}, buffer)
-    write_bytes_atomically(path, buffer.getvalue())
+class Checkpoints:
+    """The checkpoints of one run.
 
-
-def load_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path`, or None where there is none.
-
-    Raises:
-        ValueError: the file is damaged or is not a checkpoint of this version.
+    Args:
+        folder: made if missing.
+        keep: how many of the newest are kept.
+        processes: that take part; the methods below are called by all of them.
     """
-    if not path.exists():
-        return None
-    remedy = "delete it to train this model again from the start"
+
+    def __init__(self, folder: Path, *, keep: int, processes: Processes) -> None:
+        self.folder, self.keep, self.processes = folder, keep, processes
+        self._writing: _Writing | None = None
+
+    def steps(self) -> list[int]:
+        """The steps after which there is a whole checkpoint, rising."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def clear_partial(self) -> list[Path]:
+        """Delete what a kill left half-written or half-deleted. Returns the folders."""
+
+        def clear() -> list[Path]:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            found = sorted(self.folder.glob(f"*{_PARTIAL}"))
+            for path in found:
+                shutil.rmtree(path)
+            return found
+
+        found: list[Path] = self.processes.from_first(clear)
+        return found
+
+    def load(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int | None = None
+    ) -> dict[str, Any] | None:
+        """Put the newest checkpoint, or that of a step, into model and optimizers. Returns the state it was saved with,
+        or None where there is none.
+
+        Raises:
+            ValueError: the checkpoint is damaged or belongs to another model.
+        """
+        steps = self.processes.from_first(self.steps)
+        if not steps:
+            return None
+        path = self._path(steps[-1] if step is None else step)
+        before = f"; the run then goes on from {self._path(steps[-2]).name}" if len(steps) > 1 else ""
+        remedy = f"delete that folder{before or ' to start anew'}"
+        try:
+            state: dict[str, Any] = json.loads((path / _STATE_FILE).read_bytes())
+            if state.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            weights, moments = get_state_dict(model, optimizers, options=_OPTIONS)
+            content: dict[str, Any] = {"model": weights, "optimizer": moments}
+            with warnings.catch_warnings():
+                _expect_one_process()
+                dcp.load(content, checkpoint_id=path, process_group=self.processes.checkpoint_group)
+            set_state_dict(
+                model,
+                optimizers,
+                model_state_dict=content["model"],
+                optim_state_dict=content["optimizer"],
+                options=_OPTIONS,
+            )
+        except (Exception, CheckpointException) as error:  # damaged bytes make the readers raise errors of any kind
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{path} is damaged or belongs to another model ({reason}); {remedy}") from error
+        return state
+
+    def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+        """Start writing a checkpoint, when the one before is written.
+
+        Args:
+            state: JSON values that are saved with it, the same in every process.
+
+        Raises:
+            OSError: the one before could not be written; or this one could not be begun.
+        """
+        self.wait()
+        if step in self.processes.from_first(self.steps):
+            return
+        path = self._path(step, _PARTIAL)
+
+        def begin() -> None:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            write_json_atomically(path / _STATE_FILE, {"format": FORMAT, **state})
+
+        self.processes.from_first(begin)
+        weights, moments = get_state_dict(model, optimizers, options=_OPTIONS)
+        _expect_one_process()
+        written = dcp.async_save(
+            {"model": weights, "optimizer": moments},
+            storage_writer=dcp.FileSystemWriter(path, sync_files=True),
+            process_group=self.processes.checkpoint_group,
+            no_dist=self.processes.count == 1,
+        )
+        assert isinstance(written, Future)
+        self._writing = _Writing(step, written)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this process has written its part of a checkpoint that has no name yet."""
+        return self._writing is not None and self._writing.written.done()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written has its name.
+
+        Raises:
+            OSError: it could not be written; the ones before it are as they were.
+        """
+        if self._writing is None:
+            return
+        step, written = self._writing
+        self._writing = None
+        problem: str | None = None
+        try:
+            written.result()
+        except BaseException as error:  # torch wraps what its threads and other processes raise
+            problem = " ".join(str(error).split())[-300:]
+        problems = self.processes.sum([problem is not None])[0]
+
+        def name_it() -> None:
+            partial = self._path(step, _PARTIAL)
+            if problems:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise OSError(f"{self._path(step)} could not be written: {problem or 'another process failed'}")
+            _flush(partial)
+            os.replace(partial, self._path(step))
+            _flush(self.folder)
+            for old in self.steps()[: -self.keep]:
+                # Without its name first, so that a kill leaves no half checkpoint with one.
+                os.replace(self._path(old), self._path(old, _PARTIAL))
+                shutil.rmtree(self._path(old, _PARTIAL), ignore_errors=True)
+
+        self.processes.from_first(name_it)
+
+    def _path(self, step: int, ending: str = "") -> Path:
+        return self.folder / f"step-{step:08}{ending}"
+
+
+def _expect_one_process() -> None:
+    """torch warns where torch.distributed is not in use, and here that is meant. The thread that writes checkpoints
+    shares the filter.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _flush(folder: Path) -> None:
+    """Names in a folder reach the disk when the folder is flushed."""
+    if os.name == "nt":  # Windows cannot open folders
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # damaged bytes make the unpickler raise errors of any kind
-        # torch's own message advises loading without its safety check; it is no advice for a damaged file.
-        raise ValueError(f"{path} is damaged or is not a checkpoint; {remedy}") from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of this version of ccq, {FORMAT}; {remedy}")
-    return Checkpoint(**content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,100 +1,331 @@
-"""What determines a training run, besides the model and the data."""
+"""Recipes: everything that determines a training run, in one YAML file that is read strictly.
+
+    base: common.yaml          another recipe, beside this one, whose values this one replaces
+    model:                     a preset, and any field of its configuration to change
+    data:                      where the tokens are, and the windows cut from them
+    training:                  how long, in steps of how many tokens
+    optimizer:                 AdamW or Muon, and the schedule
+    system:                    what may differ from machine to machine without changing what is learned
+
+A key that is not known, a value of the wrong kind and a value that cannot work are errors that name the key.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from ccq.models.configuration import CCQConfig, nearest
+from ccq.models.presets import PRESETS, preset
+
+SectionType = TypeVar("SectionType")
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A part of the length curriculum."""
-
-    length: int
-    """Tokens in a window."""
-    batch_size: int
-    """Windows in a step."""
-    steps: int
-    """Optimizer steps at this length."""
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Optimizer, schedule and length curriculum. Two runs with equal configurations, seeds and data are bit-equal."""
-
-    stages: tuple[Stage, ...]
-    """Lengths in the order in which they are trained; the last one is the training length."""
-    needles: int = 4
-    """Statements in a window, all of them asked."""
-    learning_rate: float = 3e-3
-    """Peak of the schedule: linear warm-up, then a cosine to `final_learning_rate_share` of it."""
-    warmup_steps: int = 50
-    final_learning_rate_share: float = 0.1
-    weight_decay: float = 0.1
-    """On matrices only: norms, biases and decay parameters are left out, and so is the gate's bias, which decay alone
-    would move from 0.01 towards 0.5."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    gradient_clip: float = 1.0
-    """Largest Euclidean norm of all gradients together."""
-    log_every: int = 20
-    """Steps between points of the training curve."""
-    checkpoint_seconds: float = 15.0
-    """Time between checkpoints; what a kill can cost."""
+class ModelRecipe:
+    preset: str
+    """One of `ccq.models.PRESETS`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The other keys of the section: fields of `CCQConfig` that replace those of the preset."""
 
     def __post_init__(self) -> None:
-        if not self.stages:
-            raise ValueError("stages is empty; give at least one Stage(length, steps)")
-        for stage in self.stages:
-            if stage.length < 2 or stage.batch_size < 1 or stage.steps < 1:
-                raise ValueError(f"a stage needs a length of at least 2, and at least 1 window and 1 step, got {stage}")
-        for name in ("needles", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "gradient_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, got {getattr(self, name)}")
-        if self.weight_decay < 0 or self.warmup_steps < 0:
+        if self.preset not in PRESETS:
             raise ValueError(
-                f"weight_decay and warmup_steps must not be negative, got {self.weight_decay} and {self.warmup_steps}"
+                f"model.preset: unknown preset {self.preset!r}{nearest(self.preset, PRESETS)}; `ccq models` lists them"
+            )
+        try:
+            self.config()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model: {error}") from error
+
+    def config(self, **changes: Any) -> CCQConfig:
+        """The configuration; `changes` stand behind the recipe's own options."""
+        return preset(self.preset, **{**changes, **self.options})
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    length: int
+    """Tokens T of a window."""
+    folder: str | None = None
+    """Made by `ccq data prepare`; relative to the working directory."""
+    stdlib_tokenizer: int | None = None
+    """Where `folder` does not exist, prepare it from the sources of Python's standard library with a tokenizer of so
+    many tokens: a recipe that runs anywhere."""
+    synthetic_tokens: int | None = None
+    """In place of a folder: so many random tokens, for measuring speed."""
+    pack_documents: bool = False
+    """Restart states and statistics at each document."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("data", self, 1, "length", "stdlib_tokenizer", "synthetic_tokens")
+        if (self.folder is None) == (self.synthetic_tokens is None):
+            raise ValueError(
+                "data: give folder, made by `ccq data prepare`, or synthetic_tokens to measure speed; one of them"
+            )
+        if self.folder is None and self.stdlib_tokenizer is not None:
+            raise ValueError("data.stdlib_tokenizer says how to prepare data.folder; give the folder too")
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    tokens_per_step: int
+    """Tokens of an optimizer step, over all processes and micro-batches."""
+    tokens: int | None = None
+    """Tokens of the whole run, rounded to whole steps; or `steps`."""
+    steps: int | None = None
+    seed: int = 0
+    """Of the weights at the start and of the order of the data."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("training", self, 1, "tokens_per_step", "tokens", "steps")
+        _check_at_least("training", self, 0, "seed")
+        if (self.tokens is None) == (self.steps is None):
+            raise ValueError("training: give tokens or steps, one of them")
+
+    @property
+    def total_steps(self) -> int:
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return max(round(self.tokens / self.tokens_per_step), 1)
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    learning_rate: float
+    """Peak of the schedule: linear warm-up, then a cosine."""
+    warmup_steps: int
+    final_learning_rate_share: float = 0.0
+    """Where the cosine ends, in peaks."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """Muon updates the matrices of the blocks; AdamW the rest, at the same learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only; see `ccq.train.optimizer.decays`."""
+    decay_gate_bias: bool = False
+    """Decay the bias of the gate too. Decay alone moves lambda from 0.01 to nearly 0.5 in a run of the paper's length,
+    so this is an experiment."""
+    gradient_clip: float = 1.0
+    """Largest Euclidean norm of all gradients together."""
+
+    def __post_init__(self) -> None:
+        _check_positive("optimizer", self, "learning_rate", "eps", "gradient_clip")
+        _check_at_least("optimizer", self, 0, "warmup_steps", "weight_decay")
+        if not 0 <= self.final_learning_rate_share <= 1:
+            raise ValueError(
+                f"optimizer.final_learning_rate_share must be in 0 ... 1, got {self.final_learning_rate_share}"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be in 0 ... 1, 1 left out, got {list(self.betas)}")
+
+
+@dataclass(frozen=True)
+class SystemRecipe:
+    rows: int
+    """Windows of a micro-batch of one process."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the computation; weights, their gradients over all processes and the optimizer are float32."""
+    compile: bool = False
+    """torch.compile of every block."""
+    activation_checkpointing: bool = False
+    """Recompute the blocks in the backward pass: a third more arithmetic for the memory of one block's activations."""
+    reshard_after_forward: bool = False
+    """Of several processes: gather the weights of a block again for the backward pass instead of keeping them."""
+    workers: int = 0
+    """Processes that read data ahead, for each training process."""
+    checkpoint_every: int | None = 500
+    """Steps between checkpoints; what a kill can cost. None writes none, for measuring speed."""
+    keep_checkpoints: int = 2
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+    observe_every: int = 100
+    """Steps between measurements of gate and correction, which cost a forward pass of one window."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("system", self, 1, "rows", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every")
+        _check_at_least("system", self, 0, "workers")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run."""
+
+    model: ModelRecipe
+    data: DataRecipe
+    training: TrainingRecipe
+    optimizer: OptimizerRecipe
+    system: SystemRecipe
+
+    def __post_init__(self) -> None:
+        if self.training.tokens_per_step % self.data.length:
+            raise ValueError(
+                f"training.tokens_per_step must be a multiple of data.length, got {self.training.tokens_per_step} and "
+                f"{self.data.length}"
             )
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps in all."""
-        return sum(stage.steps for stage in self.stages)
+    def batch_size(self) -> int:
+        """Windows of an optimizer step."""
+        return self.training.tokens_per_step // self.data.length
 
-    @property
-    def tokens(self) -> int:
-        """Tokens read in all."""
-        return self.tokens_before(self.steps)
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values as JSON holds them, in the form of a recipe file."""
+        values = dataclasses.asdict(self)
+        values["model"] = {"preset": self.model.preset, **self.model.options}
+        values["optimizer"]["betas"] = list(self.optimizer.betas)
+        return values
 
-    @property
-    def training_length(self) -> int:
-        """Window length of the last stage."""
-        return self.stages[-1].length
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe that a file's content describes."""
+        sections = {section.name: section for section in dataclasses.fields(cls)}
+        for name in values:
+            if name not in sections:
+                raise ValueError(_unknown(name, sections))
+        kinds = typing.get_type_hints(cls)
+        made = {}
+        for name in sections:
+            content = values.get(name, {})
+            if not isinstance(content, Mapping):
+                raise ValueError(f"{name} must be a section of keys and values, got {content!r}")
+            if name == "model":
+                content = {
+                    "preset": content.get("preset", ""),
+                    "options": {key: value for key, value in content.items() if key != "preset"},
+                }
+            made[name] = _section(kinds[name], name, content)
+        return cls(**made)
 
-    def stage_at(self, step: int) -> Stage:
-        """The stage of step `step`, counted from 0."""
-        for stage in self.stages:
-            if step < stage.steps:
-                return stage
-            step -= stage.steps
-        return self.stages[-1]
 
-    def tokens_before(self, step: int) -> int:
-        """Tokens read in the first `step` steps."""
-        tokens = 0
-        for stage in self.stages:
-            steps = min(step, stage.steps)
-            tokens += steps * stage.batch_size * stage.length
-            step -= steps
-        return tokens
+def load_recipe(path: Path, changes: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file and the ones it is based on.
 
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        share = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
-        final = self.final_learning_rate_share
-        return self.learning_rate * (final + (1 - final) * cosine)
+    Args:
+        path: the file.
+        changes: texts such as "training.steps=100", which replace single values; the value is YAML.
+
+    Raises:
+        ValueError: the file is not YAML, a key is unknown or missing, or a value cannot be used.
+        OSError: the file cannot be read.
+    """
+    values = _read(path, ())
+    for change in changes:
+        name, equals, text = change.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and section and key):
+            raise ValueError(f"--set takes SECTION.KEY=VALUE, such as training.steps=100; got {change!r}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {change}: {text!r} is not a value of YAML") from error
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise ValueError(f"{section} must be a section of keys and values, got {values[section]!r}")
+        values[section][key] = value
+    return Recipe.from_dict(values)
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """The content of a file over that of its base."""
+    path = path.resolve()
+    if path in readers:
+        raise ValueError(f"{path} is based on itself, through {' and '.join(str(reader) for reader in readers)}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold sections of keys and values: model, data, training, optimizer, system")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ValueError(f"base must be the name of a file beside the recipe, got {base!r}")
+    merged = _read(path.parent / base, (*readers, path))
+    for name, content in values.items():
+        if isinstance(content, dict) and isinstance(merged.get(name), dict):
+            merged[name] = {**merged[name], **content}
+        else:
+            merged[name] = content
+    return merged
+
+
+def _section(kind: type[SectionType], section: str, values: Mapping[str, Any]) -> SectionType:
+    fields = {each.name: each for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    kinds = typing.get_type_hints(kind)
+    for name in values:
+        if name not in fields:
+            raise ValueError(_unknown(f"{section}.{name}", fields))
+    missing = [
+        name
+        for name, each in fields.items()
+        if name not in values and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"the recipe lacks {', '.join(f'{section}.{name}' for name in missing)}")
+    return kind(**{name: _value(f"{section}.{name}", value, kinds[name]) for name, value in values.items()})
+
+
+def _unknown(name: str, accepted: Iterable[str]) -> str:
+    section, dot, key = name.rpartition(".")
+    accepted = list(accepted)
+    return f"unknown key {section}{dot}{key}{nearest(key, accepted)}; accepted: {', '.join(accepted)}"
+
+
+def _value(name: str, value: Any, kind: Any) -> Any:
+    """The value as the field wants it, or an error that says what it wants."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in arguments:
+            return None
+        (kind,) = (each for each in arguments if each is not types.NoneType)
+        return _value(name, value, kind)
+    if origin is Literal:
+        if value not in arguments:
+            hint = nearest(value, arguments) if isinstance(value, str) else ""
+            raise ValueError(f"{name} must be one of {', '.join(arguments)}{hint}, got {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(arguments):
+            raise ValueError(f"{name} must be a list of {len(arguments)} numbers, got {value!r}")
+        return tuple(_value(name, each, wanted) for each, wanted in zip(value, arguments, strict=True))
+    if origin is dict:
+        return dict(value)
+    if kind is float and isinstance(value, str):
+        # YAML 1.1 takes 1e-3, without a point, for a text.
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number, got {value!r}") from None
+    accepted = {
+        bool: ("true or false", isinstance(value, bool)),
+        int: ("a whole number", isinstance(value, int) and not isinstance(value, bool)),
+        float: ("a number", isinstance(value, (int, float)) and not isinstance(value, bool)),
+        str: ("a text", isinstance(value, str)),
+    }
+    wanted, fits = accepted[kind]
+    if not fits:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    return kind(value)
+
+
+def _check_at_least(section: str, values: Any, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{section}.{name} must be at least {least}, got {value}")
+
+
+def _check_positive(section: str, values: Any, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(values, name) < math.inf:
+            raise ValueError(f"{section}.{name} must be a finite number above 0, got {getattr(values, name)}")
