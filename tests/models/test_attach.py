@@ -6,6 +6,7 @@ transformers' models are small random ones with grouped heads; the loops below a
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from tests.helpers import assert_close, relative_error
 from tests.models.small import VOCABULARY, make, random_tokens
 from tests.nn.token_loop import covariance, mixer_loop, unit
@@ -427,7 +427,8 @@ def test_what_cannot_be_attached_to_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="they are on 'meta'"):
         ccq.attach(empty)
     assert read_steps(empty) == []
-    monkeypatch.setattr(transformers, "__version__", "5.12.0")
+    # The module's own name for it: another test may have imported transformers anew.
+    monkeypatch.setattr(importlib.import_module("ccq.models.attach").transformers, "__version__", "5.12.0")
     with pytest.raises(ImportError, match=r"needs transformers 5.16 or newer, found 5.12.0"):
         ccq.attach(family("qwen3_5"))
 
