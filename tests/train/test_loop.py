@@ -16,6 +16,7 @@ from tests.train import toy
 
 from ccq.train import checkpoint, metrics
 from ccq.train.checkpoint import Checkpoints
+from ccq.train.config import OptimizerRecipe
 from ccq.train.distributed import Processes
 from ccq.train.loop import MOST_SKIPPED, Progress
 from ccq.train.metrics import read_metrics
@@ -74,6 +75,16 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, stop: in
     assert (outcome.step, outcome.finished) == (toy.STEPS, True)
     assert lines == [f"going on after step {stop}"]
     assert_same_run(tmp_path, whole)
+
+
+def test_muon_goes_on_bit_for_bit_too(tmp_path: Path) -> None:
+    muon = OptimizerRecipe(learning_rate=1e-2, warmup_steps=3, name="muon")
+    whole, _ = toy.run(tmp_path / "whole", checkpoint_every=100, optimizer=muon)
+    toy.run(tmp_path / "stopped", checkpoint_every=100, optimizer=muon, stop_after=3)
+    resumed, _ = toy.run(tmp_path / "stopped", checkpoint_every=100, optimizer=muon)
+    assert recorded(tmp_path / "stopped") == recorded(tmp_path / "whole")
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_ends(whole: Path, tmp_path: Path) -> None:

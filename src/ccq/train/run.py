@@ -119,7 +119,8 @@ def run_recipe(
             export(engine, data.folder, out / MODEL)
             shown.print(f"Model: {out / MODEL}", markup=False, soft_wrap=True)
         elif not outcome.finished:
-            text = f"Stopped after step {outcome.step:,} of {steps:,}; the same command goes on from here."
+            from_where = "from here" if recipe.system.checkpoint_every is not None else "from the start"
+            text = f"Stopped after step {outcome.step:,} of {steps:,}; the same command goes on {from_where}."
             shown.print(text, markup=False, soft_wrap=True)
         return TrainingRun(outcome, stop.received)
 
@@ -199,14 +200,14 @@ def export(engine: Engine, data: TokenFolder, folder: Path) -> None:
         model.tie_weights()
         end = data.index["eos"]
         save_tokenizer(data.tokenizer(), folder, end=None if end is None else end["token"])
-        # config.json comes with it, by which a finished run is known.
         save_model(model, folder)
 
     engine.processes.from_first(write)
 
 
 def _is_done(out: Path, steps: int) -> bool:
-    return (out / MODEL / "config.json").exists() and (out / CHECKPOINTS / f"step-{steps:08}").exists()
+    # The weights, or the index of several files of them, are the last that `export` puts in place.
+    return any((out / MODEL).glob("model.safetensors*")) and (out / CHECKPOINTS / f"step-{steps:08}").exists()
 
 
 def _claim(out: Path, recipe: Recipe) -> None:
