@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.helpers import relative_error
-from torch import Tensor
+from torch import Tensor, library
 
 from ccq.ops.rms_norm_gated import backward, forward, rms_norm_gated
 
@@ -75,10 +75,10 @@ def test_two_runs_are_bit_equal_and_nothing_autotunes(monkeypatch: pytest.Monkey
 def test_the_operators_keep_their_promises() -> None:
     x, gate, weight, _ = (each.cuda() for each in draw(70, 64, dtype=torch.bfloat16))
     leaves = [each.clone().requires_grad_() for each in (x, gate, weight)]
-    torch.library.opcheck(forward, (*leaves, EPS), atol=1e-2, rtol=1e-2)
+    library.opcheck(forward, (*leaves, EPS), atol=1e-2, rtol=1e-2)
     y, reciprocal = forward(x, gate, weight, EPS)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(backward, (y, x, gate, weight, reciprocal, EPS), test_utils=checks)
+    library.opcheck(backward, (y, x, gate, weight, reciprocal, EPS), test_utils=checks)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
