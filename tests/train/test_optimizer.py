@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ccq.models import CCQForCausalLM, preset
+from ccq.nn.reads import READS
 from ccq.train.config import OptimizerRecipe
 from ccq.train.engine import Engine, TargetBatch, initial_model
 from ccq.train.optimizer import decay_alone, decay_share, decays, learning_rate_at, make_optimizers
@@ -84,6 +85,13 @@ def test_decay_is_for_matrices_and_never_for_what_it_would_harm(arm: str, gate_b
         assert "norm" not in name
     expected = {"gate_bias"} if "+ccq" in arm else set()
     assert {last[name] for name in groups[0.1 if gate_bias else 0.0]} & {"gate_bias"} == expected
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_a_read_step_marks_is_known_by_name_when_the_mark_is_lost(read: str) -> None:
+    for name, parameter in small(f"gla+{read}").named_parameters():
+        if getattr(parameter, "_no_weight_decay", False):
+            assert not decays(name, torch.nn.Parameter(parameter.detach())), name
 
 
 def test_a_mark_is_obeyed_too() -> None:

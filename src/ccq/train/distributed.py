@@ -21,7 +21,7 @@ from torch.func import functional_call
 _CPU = torch.device("cpu")
 TIMEOUT = datetime.timedelta(minutes=30)
 """How long a process waits for the others: long enough for the slowest to compile its kernels."""
-_FLOAT32 = ("A_log", "D", "dt_bias", "gate_weight", "gate_bias", "gate_scale")
+_FLOAT32 = ("A_log", "D", "dt_bias", "gate_weight", "gate_bias", "gate_scale", "landmarks", "ridge", "strength")
 
 
 @dataclass(frozen=True)

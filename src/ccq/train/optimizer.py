@@ -12,7 +12,7 @@ from ccq.train.config import OptimizerRecipe
 
 # By name as well as by the mark `_no_weight_decay`, which is lost where a loader or FSDP puts another parameter in the
 # place of the one that carried it.
-_NEVER_DECAYED = ("A_log", "D", "dt_bias", "gate_bias", "gate_scale")
+_NEVER_DECAYED = ("A_log", "D", "dt_bias", "gate_bias", "gate_scale", "landmarks", "ridge", "strength")
 _GATE_BIAS = "gate_bias"
 
 
