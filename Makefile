@@ -1,4 +1,4 @@
-# make setup   environment in .venv (about two minutes; done once, and again when pyproject.toml changes)
+# make setup   environment in .venv (about three minutes; done once, and again when pyproject.toml changes)
 # make demo    train and compare the four small models, report in runs/demo
 # make test    lint, types and tests
 # make lint    ruff and mypy only
