@@ -8,11 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers import assert_close
+from tests.ops.fixtures import fla_stand_in
 from torch import Tensor
 
-from ccq.nn import ShortConvolution
+from ccq.nn import ShortConvolution, conv
 
 CHANNELS = 5
+
+
+@pytest.fixture(params=["composed", "around the kernel"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds in PyTorch holds around the kernel: a stand-in computes what it does, on a CPU and in any dtype."""
+    if request.param == "around the kernel":
+        fla_stand_in.install(monkeypatch)
+        monkeypatch.setattr(conv, "is_chosen", lambda x, kernel_size: kernel_size > 1 and x.numel() > 0)
 
 
 def loop(weight: Tensor, x: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.ops.checks import check_input, check_sequences, check_shape
+from ccq.ops.short_convolution import is_chosen
 
 
 class ShortConvolution(nn.Module):
@@ -51,18 +52,27 @@ class ShortConvolution(nn.Module):
         """
         check_input("x", x, ("B", "T", self.channels))
         sequences, mask, boundaries = check_sequences(x, cu_seqlens, mask)
-        shape = (sequences, self.kernel_size - 1, self.channels)
-        if state is None:
-            state = x.new_zeros(shape)
-        else:
-            check_shape("state", state, shape)
-            state = state.to(x.dtype)
+        length = self.kernel_size - 1
+        history = x.new_zeros(sequences, length, self.channels)
+        if state is not None:
+            check_shape("state", state, history.shape)
+            history = state = state.to(x.dtype)
+        fused = is_chosen(x, self.kernel_size)
         if boundaries is not None and cu_seqlens is not None:
-            return self._packed(x, state, cu_seqlens)
+            if fused:
+                return self._fused(x, state, boundaries), _behind_documents(x, history, cu_seqlens)
+            return self._packed(x, history, cu_seqlens)
         if mask is not None:
-            return self._padded(x, state, mask)
-        window = torch.cat((state, x), 1)
+            return self._padded(x, history, mask)
+        if fused:
+            return self._fused(x, state), torch.cat((history, x[:, -length:]), 1)[:, -length:]
+        window = torch.cat((history, x), 1)
         return self._convolve(window), window[:, x.shape[1] :]
+
+    def _fused(self, x: Tensor, state: Tensor | None, boundaries: list[int] | None = None) -> Tensor:
+        """x [B, T, channels] behind the state, in one kernel."""
+        y: Tensor = torch.ops.ccq.short_convolution(x, self.weight.squeeze(1), self.bias, state, boundaries)
+        return y
 
     def _convolve(self, window: Tensor) -> Tensor:
         """[B, W - 1 + T, channels] -> [B, T, channels].
@@ -86,8 +96,10 @@ class ShortConvolution(nn.Module):
             return x, state
         first = mask.to(torch.int64).argmax(1, keepdim=True)
         place = torch.arange(tokens, device=x.device)
-        window = torch.cat((state, _take(x, (place + first) % tokens)), 1)
-        y = _take(self._convolve(window), (place - first) % tokens)
+        rolled = _take(x, (place + first) % tokens)
+        window = torch.cat((state, rolled), 1)
+        y = self._fused(rolled, state) if is_chosen(x, self.kernel_size) else self._convolve(window)
+        y = _take(y, (place - first) % tokens)
         last = mask.sum(1, keepdim=True) + torch.arange(self.kernel_size - 1, device=x.device)
         return y.masked_fill(~mask.unsqueeze(-1), 0), _take(window, last)
 
@@ -119,3 +131,12 @@ class ShortConvolution(nn.Module):
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, T, X], index [B, S] -> [B, S, X]: token index[b, s] of row b."""
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+
+def _behind_documents(x: Tensor, history: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The last inputs of each document of x [1, T, channels] behind its `history` [N, W - 1, channels]."""
+    begin, end = (edge.to(torch.int64).unsqueeze(1) for edge in (cu_seqlens[:-1], cu_seqlens[1:]))
+    length = history.shape[1]
+    token = end - length + torch.arange(length, device=x.device)
+    earlier = history.gather(1, (token - begin + length).clamp(max=length - 1).unsqueeze(-1).expand_as(history))
+    return torch.where((token < begin).unsqueeze(-1), earlier, x[0][token.clamp(min=0)])

@@ -304,11 +304,16 @@ def _autotuners() -> Iterator[Any]:
 @functools.cache
 def redirect_autotuners() -> None:
     """Redirect all autotuners that the functions of all operations can reach."""
-    import fla.modules.norm.fused_norm_gate
-    import fla.ops.common.fused_recurrent
-    import fla.ops.gated_delta_rule.chunk
-    import fla.ops.gated_delta_rule.fused_recurrent
-    import fla.ops.gla.chunk  # noqa: F401
+    with warnings.catch_warnings():
+        # The package warns of optional packages for layers that are not used here.
+        warnings.simplefilter("ignore", ImportWarning)
+        import fla.modules.causal_conv1d.ops
+        import fla.modules.norm.fused_norm_gate
+        import fla.modules.norm.l2norm
+        import fla.ops.common.fused_recurrent
+        import fla.ops.gated_delta_rule.chunk
+        import fla.ops.gated_delta_rule.fused_recurrent
+        import fla.ops.gla.chunk  # noqa: F401
 
     for autotuner in {id(found): found for found in _autotuners()}.values():
         _redirect(autotuner)
@@ -351,4 +356,11 @@ def launching(operation: str, q: Tensor, v: Tensor) -> Iterator[None]:
     """In this thread, on the device of q, the package's kernels run in the configurations for these sizes."""
     launcher = Launcher(_table_for_tensor(q).choose(operation, q.shape[-1], v.shape[-1]))
     with torch.cuda.device_of(q), using(launcher):
+        yield
+
+
+@contextlib.contextmanager
+def launching_fixed(configurations: Mapping[str, Configuration], x: Tensor) -> Iterator[None]:
+    """In this thread, on the device of x, the package's kernels run in these configurations."""
+    with torch.cuda.device_of(x), using(Launcher(configurations)):
         yield

@@ -21,7 +21,7 @@ from ccq.nn.norm import RMSNormGated
 from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gated_delta_rule import gated_delta_rule
-from ccq.ops.query import l2_normalize
+from ccq.ops.l2_norm import l2_norm
 
 
 class GatedDeltaNet(nn.Module):
@@ -108,10 +108,10 @@ class GatedDeltaNet(nn.Module):
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         (presplit_query, k, v), convolution = convolve(convolutions, inputs, state, mask, cu_seqlens)
-        # One normalisation for the read step and the write rule, which both read what is left of it in the dtype of v;
+        # One normalisation for the read step and the write rule, which both read it;
         # the query is not normalised again behind the read step.
         v = split_heads(v, self.num_heads)
-        q, k = (l2_normalize(split_heads(y, self.num_heads)).to(v.dtype) for y in (presplit_query, k))
+        q, k = (l2_norm(split_heads(y, self.num_heads)) for y in (presplit_query, k))
         dtype = accumulation_dtype(x.dtype)
         log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
         beta = torch.sigmoid(self.b_proj(x).to(dtype))

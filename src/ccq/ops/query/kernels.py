@@ -33,8 +33,11 @@ Nothing is added atomically and no result depends on the order in which programs
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -43,6 +46,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ccq.ops.query.reference import NORM_EPSILON
+from ccq.ops.query.step import interpreted
+
+WANTED_PROGRAMS = 256
+"""Programs of a scan below which sequences are cut into segments."""
+MAX_SEGMENTS = 8
 
 
 class Configuration(NamedTuple):
@@ -695,6 +703,8 @@ def _key_gradients_kernel(
     if stop == length:
         m = last_vector + (n * H + h) * D
     b_t = 1.0 / (seen + stop).to(tl.float32)
+    # float32 units add one product after another: short sums that are added afterwards lose less than long ones. The
+    # compiler would join them again without a mask.
     acc = tl.zeros((BT, BD), tl.float32)
     for d in range(0, BD, BK):
         b_kd = _tile(unit_parts, key, d, BD, BT, BK, BULK)
@@ -702,7 +712,10 @@ def _key_gradients_kernel(
             slice = d + tl.arange(0, BK)
             b_kd = b_kd.to(tl.float32) - tl.load(m + slice, mask=slice < D, other=0.0) * b_t
         b_w = _tile(spreads, (chunk * H + h) * BD + d, 0, BD, BK, BD, BULK)
-        acc = tl.dot(b_kd.to(b_w.dtype), b_w, acc, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            acc += tl.where(row[:, None] < left, tl.dot(b_kd, b_w, input_precision=PRECISION), 0.0)
+        else:
+            acc = tl.dot(b_kd.to(b_w.dtype), b_w, acc, input_precision=PRECISION)
     b_v = -tl.load(w + column, mask=column < D, other=0.0)
     if CENTRED:
         for s in range(0, S):
@@ -719,8 +732,6 @@ def _key_gradients_kernel(
         reads = row[:, None] <= reader - start + reader_row
         # `weighted` carries the factor strength / t, which both products need once.
         if PRECISION == "ieee":
-            # float32 units add one product after another: sums of BK lose less than one of BD. The compiler would join
-            # them again without the mask.
             b_s = tl.zeros((BT, BN), tl.float32)
             b_z = b_s
             for part in tl.static_range(0, BD, BK):
@@ -737,8 +748,13 @@ def _key_gradients_kernel(
             b_z -= tl.load(mean_x + source, mask=there, other=0.0)
         b_s = tl.where(reads, b_s, 0.0)
         b_z = tl.where(reads, b_z, 0.0)
-        acc = tl.dot(b_s.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
-        acc = tl.dot(b_z.to(b_q.dtype), b_q, acc, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            b_n = tl.dot(b_s, b_x, input_precision=PRECISION)
+            b_n = tl.dot(b_z, b_q, b_n, input_precision=PRECISION)
+            acc += tl.where(row[:, None] < left, b_n, 0.0)
+        else:
+            acc = tl.dot(b_s.to(b_x.dtype), b_x, acc, input_precision=PRECISION)
+            acc = tl.dot(b_z.to(b_q.dtype), b_q, acc, input_precision=PRECISION)
     # One half of the columns after the other, as above.
     halves = _halves(acc, BT, BD)
     b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
@@ -935,6 +951,10 @@ class Rows(NamedTuple):
     """Which of the two."""
 
 
+Result = TypeVar("Result")
+_compiled_variants: set[tuple[Any, ...]] = set()
+
+
 class Launcher:
     """The kernels for one shape of input, with their constants filled in."""
 
@@ -944,6 +964,7 @@ class Launcher:
         self.rows, self.tokens, self.heads, self.size = q.shape
         self.device, self.dtype = q.device, q.dtype
         self.plan, self.config = plan, config
+        self.compile_only = False
         self.sequences, self.blocks = plan.begin.shape[0], plan.owner.shape[0]
         self.unit_queries, self.normalize_keys, self.centred = unit_queries, unit_keys, centred
         self.width = max(16, triton.next_power_of_2(self.size))
@@ -960,9 +981,36 @@ class Launcher:
         self.scanned = common | {"BN": config.scan_group}
         # One program a tile and segment: long sequences are split until the card is full.
         programs = self.sequences * self.heads * self.pairs
-        wanted = max(1, min(8, 256 // max(programs, 1)))
+        wanted = max(1, min(MAX_SEGMENTS, WANTED_PROGRAMS // max(programs, 1)))
         self.per_segment = max(1, triton.cdiv(plan.longest, wanted))
         self.segments = max(1, triton.cdiv(plan.longest, self.per_segment))
+
+    def run(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel, or compile it where that is all that is wanted."""
+        if self.compile_only:
+            kernel.warmup(*arguments, grid=grid, **constants)
+        else:
+            kernel[grid](*arguments, **constants)
+
+    def compiled(self, launch_all: Callable[[], Result], *variant: Any) -> Result:
+        """What `launch_all` returns, its kernels compiled side by side where they may be new.
+
+        The variant, with what a launcher knows, decides which kernels are needed. Where it leaves something out they
+        are compiled at their launch, one after the other.
+        """
+        variant = (self.device, self.dtype, self.heads, self.size, self.unit_queries, self.normalize_keys, self.centred,
+                   self.config, self.plan.full, self.segments > 1, *variant)  # fmt: skip
+        if variant not in _compiled_variants and not interpreted():
+            _compiled_variants.add(variant)
+            self.compile_only = True
+            # A kernel that does not compile says so when it is launched.
+            with (
+                concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads,
+                triton.AsyncCompileMode(threads, ignore_errors=True),
+            ):
+                launch_all()
+            self.compile_only = False
+        return launch_all()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -981,7 +1029,8 @@ class Launcher:
     def _to_blocks(self, x: Tensor, normalize: bool, reciprocal: Tensor, sums: Tensor | None) -> Tensor:
         blocked = self.empty_blocks()
         # A pointer that a kernel does not use must still be one.
-        _to_blocks_kernel[(self.blocks * self.heads,)](
+        self.run(
+            _to_blocks_kernel, (self.blocks * self.heads,),
             x, blocked, reciprocal, reciprocal if sums is None else sums, *self.sequences_of_blocks(), self.blocks,
             **self.shape, BR=self.config.row_rows, STAGES=self.config.row_stages, NORMALIZE=normalize,
             SUMS=sums is not None, EPS=NORM_EPSILON, num_warps=self.config.row_warps,
@@ -1005,8 +1054,8 @@ class Launcher:
         final = torch.empty_like(initial)
         width = 32
         grid = (self.sequences * self.heads, triton.cdiv(self.size, width))
-        _scan_vectors_kernel[grid](
-            sums, initial, final, self.plan.block_start,
+        self.run(
+            _scan_vectors_kernel, grid, sums, initial, final, self.plan.block_start,
             H=self.heads, D=self.size, BV=width, STEP=64, REVERSE=reverse,
         )  # fmt: skip
         return final
@@ -1023,11 +1072,12 @@ class Launcher:
         )
         grid = (self.sequences * self.heads * self.pairs, self.segments)
         for totals_only in (True, False) if self.segments > 1 else (False,):
-            kernel[grid](
-                *before, *states, totals, totals if initial is None else initial, count, final,
+            self.run(
+                kernel, grid, *before, *states, totals, totals if initial is None else initial, count, final,
                 plan.begin, plan.end, plan.block_start, plan.chunk_start, self.sequences, self.per_segment,
                 self.blocks, **self.shape, **self.scanned, **constants, BS=config.tile, S=self.tiles,
-                INITIAL=initial is not None, FINAL=last, TOTALS_ONLY=totals_only,
+                TOTALS_ONLY=totals_only, INITIAL=initial is not None and not totals_only,
+                FINAL=last and not totals_only,
                 num_warps=config.scan_warps, num_stages=config.scan_stages, maxnreg=config.scan_registers,
             )  # fmt: skip
         return final
@@ -1054,7 +1104,8 @@ class Launcher:
         config, rows = self.config, self.to_rows(x)
         mean = self.empty(self.rows, self.tokens, self.heads)
         # A pointer that a kernel does not use must still be one.
-        _covariance_kernel[(self.blocks * self.heads,)](
+        self.run(
+            _covariance_kernel, (self.blocks * self.heads,),
             self.tiles_of(rows.matrix, config.block, self.width), self.tiles_of(rows.matrix, config.block, config.part),
             self.tiles_of(unit, config.block, self.width), self.tiles_of(unit, config.group, self.width),
             self.tiles_of(covariances, config.part, self.width), x, gate, vectors, count,
@@ -1077,16 +1128,20 @@ def forward(
     `curvature_conditioned_query`.
     """
     launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
-    unit, _, vectors = launch.unit_keys(k)
-    last = launch.scan_vectors(vectors, total, reverse=False)
-    covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
-    query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
-    correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
-    reciprocal = torch.empty_like(gate, dtype=torch.float32)
-    _, mean = launch.covariance_times(
-        q, unit, vectors, covariances, count, gate, reciprocal, query=query, correction=correction
-    )
-    return Forward(query, correction, moment, last, reciprocal, vectors, mean)
+
+    def launch_all() -> Forward:
+        unit, _, vectors = launch.unit_keys(k)
+        last = launch.scan_vectors(vectors, total, reverse=False)
+        covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
+        query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
+        correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
+        reciprocal = torch.empty_like(gate, dtype=torch.float32)
+        _, mean = launch.covariance_times(
+            q, unit, vectors, covariances, count, gate, reciprocal, query=query, correction=correction
+        )
+        return Forward(query, correction, moment, last, reciprocal, vectors, mean)
+
+    return launch.compiled(launch_all, "forward", gate.dtype, return_correction, wide)
 
 
 def backward(
@@ -1099,38 +1154,44 @@ def backward(
     of the states are empty without `state_gradients`.
     """
     launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
-    x, strength, d_gate = dy.to(q.dtype), -gate.float(), torch.empty_like(result.reciprocal)
-    correction = torch.empty(0) if result.correction is None else result.correction
+    x, strength = dy.to(q.dtype), -gate.float()
     if dr is not None:
         x = (dr + strength.unsqueeze(-1) * dy).to(q.dtype)
         strength = torch.ones_like(strength)
-    unit, key_reciprocal, _ = launch.unit_keys(k)
-    covariances, _ = launch.moments(unit, result.vectors, second_moment, count, last=False)
-    dq, dk, weighted = torch.empty_like(q), torch.empty_like(k), launch.empty_blocks()
-    leans = torch.empty_like(result.vectors)
-    rows, mean_x = launch.covariance_times(
-        x, unit, result.vectors, covariances, count, strength, result.reciprocal,
-        gradients=(q, dy, result.mean, dq, d_gate, weighted, leans),
-    )  # fmt: skip
-    del covariances
-    if dr is not None:
-        d_gate = -(dy.float() * correction).sum(-1)
-    first_lean = launch.scan_vectors(leans, -d_total, reverse=True)
-    spreads = launch.states()
-    means = launch.empty(plan.chunks, launch.heads, launch.tiles, launch.size)
-    tiles = [launch.tiles_of(matrix, config.scan_group, config.tile) for matrix in (weighted, rows.matrix)]
-    first_spread = launch._scan(
-        _scan_gradients_kernel, (*tiles, result.vectors, result.total), (spreads, means),
-        None if d_moment is None else d_moment + d_moment.mT, count,
-        last=state_gradients, ALIGNED=rows.aligned, BULK=launch.bulk,
-    )  # fmt: skip
-    _key_gradients_kernel[(launch.blocks * launch.heads,)](
-        launch.tiles_of(unit, config.block, launch.width), launch.tiles_of(unit, config.block, config.part),
-        launch.tiles_of(rows.matrix, config.group, launch.width), launch.tiles_of(weighted, config.group, launch.width),
-        launch.tiles_of(spreads, config.part, launch.width),
-        unit, strength, key_reciprocal, result.vectors, result.total, means, leans, count, result.mean, mean_x, dk,
-        *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
-        BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=unit_keys,
-        num_warps=config.gradient_warps, num_stages=config.gradient_stages,
-    )  # fmt: skip
-    return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
+
+    def launch_all() -> Gradients:
+        unit, key_reciprocal, _ = launch.unit_keys(k)
+        covariances, _ = launch.moments(unit, result.vectors, second_moment, count, last=False)
+        dq, dk, d_gate = torch.empty_like(q), torch.empty_like(k), torch.empty_like(result.reciprocal)
+        weighted, leans = launch.empty_blocks(), torch.empty_like(result.vectors)
+        rows, mean_x = launch.covariance_times(
+            x, unit, result.vectors, covariances, count, strength, result.reciprocal,
+            gradients=(q, dy, result.mean, dq, d_gate, weighted, leans),
+        )  # fmt: skip
+        del covariances
+        first_lean = launch.scan_vectors(leans, -d_total, reverse=True)
+        spreads = launch.states()
+        means = launch.empty(plan.chunks, launch.heads, launch.tiles, launch.size)
+        tiles = [launch.tiles_of(matrix, config.scan_group, config.tile) for matrix in (weighted, rows.matrix)]
+        first_spread = launch._scan(
+            _scan_gradients_kernel, (*tiles, result.vectors, result.total), (spreads, means),
+            None if d_moment is None else d_moment + d_moment.mT, count,
+            last=state_gradients, ALIGNED=rows.aligned, BULK=launch.bulk,
+        )  # fmt: skip
+        launch.run(
+            _key_gradients_kernel, (launch.blocks * launch.heads,),
+            launch.tiles_of(unit, config.block, launch.width), launch.tiles_of(unit, config.block, config.part),
+            launch.tiles_of(rows.matrix, config.group, launch.width),
+            launch.tiles_of(weighted, config.group, launch.width),
+            launch.tiles_of(spreads, config.part, launch.width),
+            unit, strength, key_reciprocal, result.vectors, result.total, means, leans, count, result.mean, mean_x, dk,
+            *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
+            BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=unit_keys,
+            num_warps=config.gradient_warps, num_stages=config.gradient_stages,
+        )  # fmt: skip
+        return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
+
+    gradients = launch.compiled(launch_all, "backward", dy.dtype, dr is not None, d_moment is not None, state_gradients)
+    if dr is None or result.correction is None:
+        return gradients
+    return gradients._replace(gate=-(dy.float() * result.correction).sum(-1))

@@ -1,0 +1,132 @@
+"""flash-linear-attention's kernels of the short convolution and of unit vectors, in the configurations users get.
+
+Exact values are those of the composition in float64 on a CPU, which tests/nn and tests/ops hold against loops. An error
+may be at most twice that of the composition in the dtype, on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import relative_error
+from torch import Tensor, library
+
+from ccq.nn import ShortConvolution
+from ccq.ops import l2_norm as norm
+from ccq.ops import short_convolution as convolution
+from ccq.ops.l2_norm import l2_norm
+
+pytest.importorskip("fla")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+by_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+Results = dict[str, Tensor]
+
+
+def check(run: Callable[[str, torch.dtype], Results], dtype: torch.dtype) -> None:
+    actual, plain, exact = run("cuda", dtype), run("cpu", dtype), run("cpu", torch.float64)
+    failures = []
+    for name, value in exact.items():
+        error, allowed = relative_error(actual[name].cpu(), value), max(2 * relative_error(plain[name], value), 1e-6)
+        if not error <= allowed:
+            failures.append(f"{name}: {error:.2e}, allowed {allowed:.2e}")
+    assert not failures, "; ".join(failures)
+
+
+def convolve(
+    case: str, width: int, channels: int, tokens: int, device: str, dtype: torch.dtype, autocast: bool = False
+) -> Results:
+    """Outputs and gradients, the last state's among them."""
+    torch.manual_seed(0)
+    layer = ShortConvolution(channels, width, bias=case == "bias")
+    rows, sequences, call = 3, 3, {}
+    if case == "packed":
+        third = tokens // 3
+        rows, sequences = 1, 5
+        call = {"cu_seqlens": torch.tensor([0, 0, third, third + 1, tokens, tokens], device=device)}
+    if case == "padded":
+        mask = torch.zeros(rows, tokens, dtype=torch.bool)
+        for row, (begin, end) in enumerate(((0, tokens), (tokens // 2, tokens), (0, max(1, tokens // 3)))):
+            mask[row, begin:end] = True
+        call = {"mask": mask.to(device)}
+    x, y_gradient = (torch.randn(rows, tokens, channels).bfloat16() for _ in range(2))
+    state, last_gradient = (torch.randn(sequences, width - 1, channels).bfloat16() for _ in range(2))
+    layer = layer.to(device, torch.float32 if autocast else dtype)
+    x, state = (t.to(device, dtype).requires_grad_() for t in (x, state))
+    y, last = layer(x, state=None if case == "no state" else state, **call)
+    leaves = [x, *layer.parameters(), *(() if case == "no state" else (state,))]
+    gradients = (y_gradient.to(device, dtype), last_gradient.to(device, dtype))
+    found = torch.autograd.grad((y, last), leaves, gradients)
+    names = ("x", "weight", *(("bias",) if case == "bias" else ()), "state")
+    return {"y": y.detach(), "last": last.detach(), **dict(zip(names, found, strict=False))}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 63, 65, 1000])
+@pytest.mark.parametrize("case", ["state", "no state", "bias", "packed", "padded"])
+@by_dtype
+def test_short_convolution(dtype: torch.dtype, case: str, tokens: int) -> None:
+    for width, channels in ((4, 96), (2, 50)):
+        check(lambda device, kind, w=width, c=channels: convolve(case, w, c, tokens, device, kind), dtype)
+
+
+def test_float32_weights_under_autocast() -> None:
+    actual = convolve("state", 4, 64, 300, "cuda", torch.bfloat16, autocast=True)
+    exact = convolve("state", 4, 64, 300, "cpu", torch.float64)
+    assert actual["weight"].dtype == torch.float32
+    for name, value in exact.items():
+        assert relative_error(actual[name].cpu(), value) < 6e-3, name
+
+
+@pytest.mark.parametrize("size", [16, 40, 64, 96, 128, 256])
+@by_dtype
+def test_unit_vectors(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    x, gradient = torch.randn(2, 500, 3, size).bfloat16(), torch.randn(2, 500, 3, size).bfloat16()
+
+    def run(device: str, kind: torch.dtype) -> Results:
+        leaf = x.to(device, kind).requires_grad_()
+        y = l2_norm(leaf)
+        return {"y": y.detach(), "x": torch.autograd.grad(y, leaf, gradient.to(device, kind))[0]}
+
+    check(run, dtype)
+
+
+def test_two_runs_are_bit_equal_and_nothing_autotunes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    monkeypatch.setattr(Autotuner, "_bench", lambda *_, **__: pytest.fail("a kernel was tuned"))
+    first, second = (convolve("state", 4, 1536, 700, "cuda", torch.bfloat16) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    x = torch.randn(9000, 256, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(l2_norm(x), l2_norm(x))
+
+
+def test_the_operators_keep_their_promises() -> None:
+    def given(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    close: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2}
+    library.opcheck(norm.forward, (given(70, 64),), **close)
+    library.opcheck(convolution.forward, (given(2, 70, 64), given(64, 4), None, given(2, 3, 64), None), **close)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+def test_compiled_without_a_break_they_agree() -> None:
+    torch._dynamo.reset()
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    layer = ShortConvolution(128, 4).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 100, 128, device="cuda", dtype=torch.bfloat16)
+
+    def both(x: Tensor) -> Tensor:
+        return l2_norm(layer(x)[0].unflatten(-1, (2, 64)))
+
+    results = []
+    for call in (both, torch.compile(both, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        results.append((y, *torch.autograd.grad(y.float().square().sum() + y.float()[..., 0].sum(), leaf)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(compiled, eager)
