@@ -104,7 +104,7 @@ def test_figures_follow_from_what_the_card_says(package: list[dict[str, Any]]) -
     assert first["ccq_over_backbone_peak_bytes"] == with_read["peak_bytes"] - plain["peak_bytes"] > 0
     assert figures["ratios"][1]["ccq_over_backbone_step"] is None
     assert saved[-1] == json.loads(json.dumps(figures))
-    assert [len(state["models"]) for state in saved] == [0, 3, 3, 5, 5]
+    assert [len(state["models"]) for state in saved] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("package")
@@ -212,6 +212,28 @@ def test_what_cannot_be_measured_is_said_and_costs_no_other_row(monkeypatch: pyt
     assert "flash-linear-attention, gla: left out (ModuleNotFoundError" in notes
     assert [row["model"] for row in figures["models"]] == ["gla", "gla+ccq"]
     assert figures["ratios"][0]["backbone_over_package_step"] is None
+
+
+@pytest.mark.usefixtures("package")
+def test_a_model_whose_step_does_not_fit_keeps_its_prefill_and_costs_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = model.Subject.step
+
+    def too_large(subject: Any, tokens: Any) -> Any:
+        if subject.config.read is not None:
+            raise torch.OutOfMemoryError("as large as a house")
+        return step(subject, tokens)
+
+    monkeypatch.setattr(model.Subject, "step", too_large)
+    figures = measure([], [], arms=("gla", "gla+ccq"))
+    plain, with_read, _ = figures["models"]
+    assert any("gla+ccq, gla, training step: left out" in note for note in figures["notes"])
+    assert with_read["step"] is None and with_read["peak_bytes"] is None
+    assert with_read["prefill"]["median_ms"] > 0 and plain["step"]["median_ms"] > 0
+    assert figures["ratios"][0]["ccq_over_backbone_step"] is None
+    (tmp_path / "model-card.json").write_text(json.dumps(figures))
+    assert f"| gla+ccq | {with_read['parameters']:,} | - | - | - | - |" in speed_page(tmp_path)
 
 
 def test_the_fresh_process_prints_what_is_read_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
 """`ccq bench model`: training step, prefill and peak memory of whole models, on a GPU.
 
 A backbone, the same with the read step, and flash-linear-attention's model of the same sizes are measured in one
-process and in turn. A training step is forward, backward, AdamW and clearing the gradients; weights are float32 and
-the forward pass runs under autocast to bfloat16. Prefill reads the prompt into a cache and gives the logits of the last
-token, with weights in bfloat16. Times are those from an idle card until it is idle again, with everything the
-processor does in between; a step of these sizes is long enough for launches not to count.
+process, one after the other. A training step is forward, backward, AdamW and clearing the gradients; weights are
+float32 and the forward pass runs under autocast to bfloat16. Prefill reads the prompt into a cache and gives the logits
+of the last token, with weights in bfloat16. Times are those from an idle card until it is idle again, with everything
+the processor does in between; a step of these sizes is long enough for launches not to count.
 
 Peak memory of a training step is what the model itself needs: its weights, the moments of AdamW, and the most that is
 allocated on top during a step.
@@ -15,6 +15,7 @@ The sweep is that of the paper's figure 5: a training step at one number of toke
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import time
@@ -177,43 +178,55 @@ class ModelMeasurement(Measurement):
             return None
 
     def backbone(self, backbone: str, arms: Sequence[str], rows: int, tokens: int) -> None:
-        """Training step and prefill of the arms of one backbone and of the package's model."""
-        made = {name: self.make(name, self.config(name)) for name in arms}
-        made[PACKAGE] = self.make(PACKAGE, self.config(backbone)) if backbone in RULES else None
-        subjects = {name: subject for name, subject in made.items() if subject is not None}
-        known: dict[str, dict[str, Any]] = {}
-        for name, subject in subjects.items():
-            try:
-                peak = self.peak(subject, self.tokens(subject.config, rows, tokens))
-            except Exception as failure:  # as above
-                self.note(f"{name}, {backbone}, training step: left out ({brief(failure)})")
-                self.card.release()
-                continue
-            parameters = sum(parameter.numel() for parameter in subject.module.parameters())
-            known[name] = {"backbone": backbone, "model": name, "parameters": parameters, "peak_bytes": peak}
-            self.figures["models"].append(known[name])
+        """Training step and prefill of the arms of one backbone and of the package's model.
+
+        One model after the other, because two with their moments and a step's activations do not fit on a card.
+        """
+        for name in (*arms, *((PACKAGE,) if backbone in RULES else ())):
+            subject = self.make(name, self.config(backbone if name == PACKAGE else name))
+            if subject is not None:
+                self.model(name, backbone, subject, rows, tokens)
+            del subject
             self.card.release()
-        self.time("step", subjects, known, backbone, rows, tokens)
-        for name, row in known.items():
+            self.save_with_ratios()
+
+    def model(self, name: str, backbone: str, subject: Subject, rows: int, tokens: int) -> None:
+        """One row of the figures."""
+        given = self.tokens(subject.config, rows, tokens)
+        row: dict[str, Any] = {
+            "backbone": backbone,
+            "model": name,
+            "parameters": sum(parameter.numel() for parameter in subject.module.parameters()),
+            "peak_bytes": None,
+            "step": None,
+            "prefill": None,
+        }
+        try:
+            row["peak_bytes"] = self.peak(subject, given)
+            row["step"] = self.time(name, lambda: subject.step(given))
+        except Exception as failure:  # as above
+            self.note(f"{name}, {backbone}, training step: left out ({brief(failure)})")
+        else:
             row["tokens_per_second"] = rows * tokens / (row["step"]["median_ms"] / 1000)
             if name != PACKAGE:
-                flops = flops_per_token(subjects[name].config, context=tokens // 2)
+                flops = flops_per_token(subject.config, context=tokens // 2)
                 share = model_flops_share(flops, row["tokens_per_second"], self.figures["gpu"]["card"])
                 row |= {"flops_per_token": flops, "flops_share": share}
             self.say(
                 f"  {name:<22}{milliseconds(row['step']['median_ms']):>10} ms a step"
                 f"{row['tokens_per_second']:>12,.0f} tokens/s{mebibytes(row['peak_bytes']):>12} MiB peak"
             )
-        self.save_with_ratios()
-        for subject in subjects.values():
-            subject.optimizer.state.clear()
-            subject.module.to(torch.bfloat16).eval()
+        self.figures["models"].append(row)
+        subject.optimizer.state.clear()
+        subject.optimizer.zero_grad()
+        subject.module.to(torch.bfloat16).eval()
         self.card.release()
-        self.time("prefill", subjects, known, backbone, rows, tokens)
-        for name, row in known.items():
-            if row.get("prefill") is not None:
-                self.say(f"  {name:<22}{milliseconds(row['prefill']['median_ms']):>10} ms prefill")
-        self.save_with_ratios()
+        try:
+            row["prefill"] = self.time(name, lambda: subject.prefill(given))
+        except Exception as failure:  # as above
+            self.note(f"{name}, {backbone}, prefill: left out ({brief(failure)})")
+        else:
+            self.say(f"  {name:<22}{milliseconds(row['prefill']['median_ms']):>10} ms prefill")
 
     def peak(self, subject: Subject, tokens: Tensor) -> int:
         """Bytes: weights, moments, and what a step allocates on top."""
@@ -226,29 +239,8 @@ class ModelMeasurement(Measurement):
         self.card.synchronize()
         return subject.resident_bytes() + self.card.peak() - before
 
-    def time(
-        self,
-        part: str,
-        subjects: Mapping[str, Subject],
-        known: Mapping[str, dict[str, Any]],
-        backbone: str,
-        rows: int,
-        tokens: int,
-    ) -> None:
-        timers = {}
-        for name in known:
-            subject = subjects[name]
-            given = self.tokens(subject.config, rows, tokens)
-            work = subject.step if part == "step" else subject.prefill
-            try:
-                work(given)
-            except Exception as failure:  # as above
-                known[name][part] = None
-                self.note(f"{name}, {backbone}, {part}: left out ({brief(failure)})")
-                continue
-            timers[name] = wall_timer(self.card, lambda work=work, given=given: work(given))  # type: ignore[misc]
-        for name, found in rounds(timers, self.repeats, self.limit).items():
-            known[name][part] = found
+    def time(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
+        return rounds({name: wall_timer(self.card, work)}, self.repeats, self.limit)[name]
 
     def sweep(self, arms: Sequence[str], tokens: int) -> None:
         """A training step of every arm at every shape."""
@@ -262,8 +254,7 @@ class ModelMeasurement(Measurement):
                     given = self.tokens(subject.config, rows, length)
                     try:
                         peak = self.peak(subject, given)
-                        timer = wall_timer(self.card, lambda given=given, subject=subject: subject.step(given))  # type: ignore[misc]
-                        found = rounds({arm: timer}, self.repeats, self.limit)[arm]
+                        found = self.time(arm, functools.partial(subject.step, given))
                     except Exception as failure:  # as above
                         self.note(f"{arm}, {rows} x {length}: left out ({brief(failure)})")
                         self.card.release()

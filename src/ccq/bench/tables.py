@@ -295,11 +295,11 @@ def _model_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         name,
         f"{row['parameters']:,}",
-        _spread(row.get("step")),
+        _spread(row["step"]),
         "-" if speed is None else f"{speed:,.0f}",
         "-" if share is None else f"{share:.0%}",
-        f"{row['peak_bytes'] / 2**30:.2f}",
-        _spread(row.get("prefill")),
+        "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}",
+        _spread(row["prefill"]),
     )
 
 
