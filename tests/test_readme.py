@@ -49,6 +49,21 @@ def test_the_figures_of_the_gpu_are_those_of_the_results_file() -> None:
         assert re.search(rf"{forward:.2f}( ms forward)? and\s{both:.2f} ms", README), name
 
 
+def test_what_the_read_step_costs_is_in_the_results_files() -> None:
+    text = " ".join(README.split())
+    layers = json.loads((ROOT / "benchmarks/results/layer-h200.json").read_text())["ratios"]
+    for rows in (1, 8):
+        which = {"backbone": "gla", "rows": rows, "pass": "forward_backward"}
+        (ratio,) = (line for line in layers if which.items() <= line.items())
+        assert f"{ratio['ccq_over_backbone_device'] - 1:.0%}".replace("%", f" % more at batch {rows}") in text
+    found = {}
+    for backbone in ("gla", "gated-deltanet"):
+        (ratio,) = json.loads((ROOT / f"benchmarks/results/model-h200-{backbone}.json").read_text())["ratios"]
+        found[backbone] = [f"{100 * ratio[f'ccq_over_backbone_{part}'] - 100:.1f} %" for part in ("step", "prefill")]
+    (step, prefill), (other_step, other_prefill) = found["gla"], found["gated-deltanet"]
+    assert f"{step} more with GLA and {other_step} with Gated DeltaNet, and prefill {prefill} and {other_prefill}" in text
+
+
 def test_the_speed_table_is_that_of_the_results_file() -> None:
     figures = json.loads((ROOT / "benchmarks/results/operator-cpu.json").read_text())
     for row in figures["times"]:

@@ -89,7 +89,9 @@ def test_statistics_and_their_gradients(dtype: torch.dtype, size: int) -> None:
     check_all(make_case(2, 300, 2, size), dtype)
 
 
-@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys")])
+@pytest.mark.parametrize(
+    ("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys"), (True, "queries")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_uncentred_and_raw(dtype: torch.dtype, centred: bool, normalize: bool | str) -> None:
     check_all(make_case(2, 200, 2, 64), dtype, centred=centred, normalize=normalize)

@@ -8,15 +8,16 @@ Legend: B rows, N sequences, T tokens, H heads, D key size per head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.ops.checks import accumulation_dtype
+from ccq.ops.l2_norm import l2_norm
 from ccq.ops.query import (
     CurvatureConditionedQueryResult,
     KeyStatistics,
@@ -26,6 +27,8 @@ from ccq.ops.query import (
 )
 
 GATE_FORMS = ("presplit", "head", "attached")
+Normalized = bool | Literal["keys"]
+"""Which are unit vectors already: queries and keys (True), keys only, or none (False)."""
 # lambda at the start of training: second and first version of arXiv:2606.01294.
 _INITIAL_GATE = {"presplit": 0.01, "attached": 0.01, "head": 0.1}
 
@@ -79,8 +82,9 @@ class ReadStep(nn.Module):
     """What changes the query before a linear backbone reads its memory with it.
 
     `enabled = False` switches the correction off: no state is kept, and the query is normalised as the model was
-    trained with.
-    `observer`, if set, is called with a `ReadObservation` at every call.
+    trained with. `intervene` changes the correction in other ways.
+    `observer`, if set, is called with a `ReadObservation` at every call; of a changed correction it sees what is
+    carried out.
 
     keep_length
         False returns the query of unit length that is then corrected. True keeps the length of q: |q| times that.
@@ -88,6 +92,10 @@ class ReadStep(nn.Module):
 
     keeps_statistics: ClassVar[bool] = True
     """Whether it has a state."""
+    has_correction: ClassVar[bool] = True
+    """Whether it changes the query beyond its length."""
+    factors: Tensor | None
+    """[H], by what the correction of each head is multiplied; None for 1. No part of the state dict."""
 
     def __init__(self, num_heads: int, head_dim: int, *, keep_length: bool = False) -> None:
         super().__init__()
@@ -96,6 +104,28 @@ class ReadStep(nn.Module):
         self.keep_length = keep_length
         self.enabled = True
         self.observer: Callable[[ReadObservation], None] | None = None
+        self.register_buffer("factors", None, persistent=False)
+
+    def intervene(self, *, enabled: bool = True, factors: Tensor | None = None) -> None:
+        """Change the correction from now on; whatever an earlier call changed, and is not named, is as it was trained.
+
+        enabled: False switches it off. factors: [H], by what the correction of each head is multiplied. For any factor
+        the query is q - factor (q - y), with the query q before the correction and y as the read step has it.
+        """
+        self.enabled = enabled
+        self.factors = factors
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it does anything else than what was trained."""
+        return not self.enabled or self.factors is not None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether its state says how many tokens a sequence has had, `count` [N]."""
+        return (
+            self.keeps_statistics and "count" in self.initial_statistics(1, dtype=torch.float32, device="meta")._fields
+        )
 
     def forward(
         self,
@@ -107,15 +137,15 @@ class ReadStep(nn.Module):
         statistics: Any = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, and the state after the last
         token.
 
         log_decay, [B, T, H] or [B, T, H, X], is the backbone's own of each head or of the X parts of each head; read
         steps that forget as the memory does need it. statistics is the state that the call before returned; mask [B, T]
-        and cu_seqlens [N + 1] are those of `ccq.ops.query.curvature_conditioned_query`. `normalized` says that q and
-        k are unit vectors already (Gated DeltaNet): nothing is normalised again.
+        and cu_seqlens [N + 1] are those of `ccq.ops.query.curvature_conditioned_query`. `normalized` says that
+        both are unit vectors already (True), or "keys" are (Gated DeltaNet): they are not normalised again.
         """
         raise NotImplementedError
 
@@ -138,20 +168,47 @@ class ReadStep(nn.Module):
         """
         return 0
 
-    def _query_before(self, q: Tensor, normalized: bool) -> Tensor:
-        """The query before the correction."""
-        return q if normalized or self.keep_length else l2_normalize(q).to(q.dtype)
+    def _takes_query(self, normalized: Normalized) -> bool:
+        """Whether the operators take the query as it is."""
+        return normalized is True or self.keep_length
 
-    def _normalize(self, normalized: bool) -> bool | str:
+    def _query_before(self, q: Tensor, normalized: Normalized) -> Tensor:
+        """The query before the correction."""
+        return q if self._takes_query(normalized) else l2_norm(q)
+
+    def _normalize(self, normalized: Normalized) -> bool | str:
         """The argument `normalize` of the operators."""
+        if normalized == "keys":
+            return False if self.keep_length else "queries"
         return False if normalized else "keys" if self.keep_length else True
 
+    def _multiplied(self, gate: Tensor | float, q: Tensor) -> Tensor | float:
+        """The gate, [B, T, H] or one number, with the factor of each head."""
+        if self.factors is None:
+            return gate
+        factors = self.factors.to(accumulation_dtype(q.dtype))
+        return gate * factors if isinstance(gate, Tensor) else (gate * factors).expand(q.shape[:3])
+
+    def _multiplied_query(
+        self, query: Tensor, q: Tensor, gate: Tensor | float, correction: Tensor, normalized: Normalized
+    ) -> Tensor:
+        """`query`, of a read step that is not linear in its gate, with its distance to the query before, gate *
+        correction, multiplied by the factor of each head.
+        """
+        if self.factors is None:
+            return query
+        strength = self._multiplied(gate, q)
+        assert isinstance(strength, Tensor)
+        # From the query before it is rounded, as inside the operators.
+        before = q if self._takes_query(normalized) else l2_normalize(q)
+        return (before - strength.unsqueeze(-1) * correction).to(query.dtype)
+
     def _observe(
-        self, q: Tensor, gate: Tensor | float, correction: Tensor, mask: Tensor | None, normalized: bool
+        self, q: Tensor, gate: Tensor | float, correction: Tensor, mask: Tensor | None, normalized: Normalized
     ) -> None:
         if self.observer is None:
             return
-        seen = q if normalized or self.keep_length else l2_normalize(q)
+        seen = q if self._takes_query(normalized) else l2_normalize(q)
         gate = gate if isinstance(gate, Tensor) else seen.new_full(q.shape[:3], gate)
         self.observer(ReadObservation(seen.detach(), gate.detach(), correction.detach(), mask))
 
@@ -172,17 +229,33 @@ class GatedReadStep(ReadStep):
         "attached": scale * sigmoid(as "presplit"), with a learned scale per head that starts at 0, so that attaching
         the read step to a trained model changes nothing at first.
 
-        A number: a fixed lambda. It owns no parameters and leaves nothing in the state dict. Any finite number will do.
+        A number, or one for each head: a fixed lambda. It owns no parameters and leaves nothing in the state dict. Any
+        finite number will do.
 
     The parameters are set to constants and draw from no random stream, so that a model with a read step starts from
     the same weights as one without.
     """
 
+    fixed: Tensor | None
+    """[H] float32: lambda of each head, where `gate` has one for each. No part of the state dict."""
+    table: Tensor | None
+    """[S, H]: lambda of the token at position p of its sequence is row p modulo S; None for the gate's own. No part of
+    the state dict."""
+
     def __init__(
-        self, num_heads: int, head_dim: int, *, gate: str | float = "presplit", keep_length: bool = False
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        gate: str | float | Sequence[float] = "presplit",
+        keep_length: bool = False,
     ) -> None:
         super().__init__(num_heads, head_dim, keep_length=keep_length)
-        self.gate = check_gate(gate)
+        self.gate = check_gate(gate, num_heads)
+        self.register_buffer("fixed", None, persistent=False)
+        self.register_buffer("table", None, persistent=False)
+        if isinstance(self.gate, tuple):
+            self.fixed = torch.empty(num_heads, dtype=torch.float32)
         if isinstance(self.gate, str):
             inputs = head_dim if self.gate == "head" else num_heads * head_dim
             self.gate_weight = nn.Parameter(torch.empty(num_heads, inputs))
@@ -197,6 +270,7 @@ class GatedReadStep(ReadStep):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The constants that the gate starts from."""
+        self.restore_fixed_gate()
         if not isinstance(self.gate, str):
             return
         start = _INITIAL_GATE[self.gate]
@@ -205,15 +279,23 @@ class GatedReadStep(ReadStep):
         if self.gate == "attached":
             self.gate_scale.zero_()
 
-    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: bool = False) -> Tensor | float:
+    @torch.no_grad()
+    def restore_fixed_gate(self) -> None:
+        """Fill the numbers of a fixed lambda in, which no file of weights holds."""
+        if self.fixed is not None:
+            self.fixed.copy_(torch.tensor(self.gate, dtype=torch.float32))
+
+    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: Normalized = False) -> Tensor | float:
         """lambda [B, T, H] in float32 (float64 for float64 input), or the fixed number."""
-        if not isinstance(self.gate, str):
-            return self.gate
         dtype = accumulation_dtype(q.dtype)
+        if self.fixed is not None:
+            return self.fixed.to(dtype).expand(q.shape[:3])
+        if isinstance(self.gate, float):
+            return self.gate
         with torch.autocast(q.device.type, enabled=False):
             weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
             if self.gate == "head":
-                unit = q.to(dtype) if normalized else l2_normalize(q)
+                unit = q.to(dtype) if normalized is True else l2_normalize(q)
                 return torch.sigmoid(torch.einsum("bthd,hd->bth", unit, weight) + bias)
             if presplit_query.shape != (*q.shape[:2], self.num_heads * self.head_dim):
                 raise ValueError(
@@ -224,6 +306,38 @@ class GatedReadStep(ReadStep):
             # most of the sum, is added behind.
             gate = torch.sigmoid(F.linear(presplit_query, weight.to(presplit_query.dtype)).to(dtype) + bias)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
+
+    def intervene(self, *, enabled: bool = True, factors: Tensor | None = None, table: Tensor | None = None) -> None:
+        """As `ReadStep.intervene`. table: [S, H], in place of the gate: lambda of the token at position p of its
+        sequence is row p modulo S. More than one row need a state that counts tokens.
+        """
+        if table is not None and len(table) > 1 and not self.counts_tokens:
+            raise ValueError(f"the state of {type(self).__name__} counts no tokens, so lambda cannot go by position")
+        super().intervene(enabled=enabled, factors=factors)
+        self.table = table
+
+    @property
+    def is_changed(self) -> bool:
+        return super().is_changed or self.table is not None
+
+    def _strength(
+        self,
+        q: Tensor,
+        presplit_query: Tensor,
+        *,
+        statistics: Any,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        normalized: Normalized,
+    ) -> Tensor | float:
+        """lambda before the factors of the heads: the gate's, or the table's."""
+        if self.table is None:
+            return self.gate_values(q, presplit_query, normalized=normalized)
+        table = self.table.to(accumulation_dtype(q.dtype))
+        if len(table) == 1:
+            return table.expand(q.shape[:3])
+        position = positions(q, None if statistics is None else statistics.count, mask=mask, cu_seqlens=cu_seqlens)
+        return table[position % len(table)]
 
     @property
     def products(self) -> int:
@@ -254,7 +368,7 @@ class CurvatureConditionedQuery(GatedReadStep):
         num_heads: int,
         head_dim: int,
         *,
-        gate: str | float = "presplit",
+        gate: str | float | Sequence[float] = "presplit",
         centred: bool = True,
         keep_length: bool = False,
     ) -> None:
@@ -271,14 +385,19 @@ class CurvatureConditionedQuery(GatedReadStep):
         statistics: KeyStatistics | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`; the state is the key statistics. With `normalized`, as with `keep_length`, lambda = 0
         gives q bit for bit.
         """
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        lam = self.gate_values(q, presplit_query, normalized=normalized)
+        lam = self._multiplied(
+            self._strength(
+                q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
+            ),
+            q,
+        )
         in_place = (
             isinstance(statistics, StaticKeyStatistics)
             and q.shape[1] == 1
@@ -306,12 +425,36 @@ class CurvatureConditionedQuery(GatedReadStep):
         return f"{super().extra_repr()}, centred={self.centred}"
 
 
-def check_gate(gate: str | float) -> str | float:
-    """The form of a gate: one of `GATE_FORMS`, or a finite number for a fixed lambda."""
+def check_gate(gate: str | float | Sequence[float], num_heads: int) -> str | float | tuple[float, ...]:
+    """The form of a gate: one of `GATE_FORMS`, a finite number for a fixed lambda, or one for each head."""
     if isinstance(gate, str) and gate in GATE_FORMS:
         return gate
-    if isinstance(gate, (int, float)) and not isinstance(gate, bool) and math.isfinite(gate):
-        return float(gate)
+    if _is_finite(gate):
+        return float(gate)  # type: ignore[arg-type]
+    if isinstance(gate, (list, tuple)) and len(gate) == num_heads and all(map(_is_finite, gate)):
+        return tuple(map(float, gate))
     raise ValueError(
-        f"gate must be one of {', '.join(map(repr, GATE_FORMS))}, or a finite number for a fixed lambda; got {gate!r}"
+        f"gate must be one of {', '.join(map(repr, GATE_FORMS))}, a finite number for a fixed lambda, or a list of "
+        f"{num_heads} such numbers, one a head (in a configuration such a list for each layer); got {gate!r}"
     )
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def positions(q: Tensor, count: Tensor | None, *, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """[B, T] int64: how many real tokens stand before each token of q [B, T, ...] in its sequence; count [N] int64 are
+    those before the call, None for none. Padding has a position too, which means nothing.
+    """
+    place = torch.arange(q.shape[1], device=q.device)
+    if cu_seqlens is None:
+        if mask is not None:
+            place = (mask.to(torch.int64).cumsum(1) - 1).clamp(min=0)
+        place = place if count is None else place + count.unsqueeze(1)
+        return place.expand(q.shape[:2])
+    starts = cu_seqlens.to(torch.int64)
+    # Of several documents that start at one place, all but the last are empty.
+    document = torch.searchsorted(starts, place, right=True) - 1
+    place = place - starts[document]
+    return (place if count is None else place + count[document]).unsqueeze(0)

@@ -103,7 +103,7 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"query_dtype": torch.float16},
     ),
     "dtype of the query by name": (ValueError, "query_dtype must be .*, got 'float32'", {"query_dtype": "float32"}),
-    "another normalisation": (ValueError, "True, False or 'keys', got 'queries'", {"normalize": "queries"}),
+    "another normalisation": (ValueError, "True, 'queries', 'keys' or False, got 'values'", {"normalize": "values"}),
     "unknown backend": (
         ValueError,
         "backend must be one of auto, reference, torch, triton; got 'cuda'",

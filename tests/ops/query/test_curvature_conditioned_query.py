@@ -137,7 +137,7 @@ def test_chunked_equals_recurrence(tokens: int) -> None:
     compare(run(case, backend="torch"), run(case, backend="reference"))
 
 
-@pytest.mark.parametrize("normalize", [True, "keys", False])
+@pytest.mark.parametrize("normalize", [True, "queries", "keys", False])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize(
     "want",

@@ -111,18 +111,22 @@ def test_every_gradient_from_every_output(want: tuple[str, ...]) -> None:
     check(make_case(1, 35, 1, 16), want=want)
 
 
-@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys")])
+@pytest.mark.parametrize(
+    ("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys"), (True, "queries")]
+)
 def test_uncentred_and_raw(centred: bool, normalize: bool | str) -> None:
     check(make_case(1, 35, 1, 16), centred=centred, normalize=normalize)
 
 
-@pytest.mark.parametrize(("kind", "normalize"), [*((kind, True) for kind in MASKS), ("both", False), ("both", "keys")])
+@pytest.mark.parametrize(
+    ("kind", "normalize"), [*((kind, True) for kind in MASKS), ("both", False), ("both", "keys"), ("both", "queries")]
+)
 def test_padding_is_exact(kind: str, normalize: bool | str) -> None:
     mask = torch.tensor(MASKS[kind])
     case = make_case(2, 70, 1, 16)
     real = mask.bool()
     actual = check(case, mask=mask, normalize=normalize)
-    padded = l2_normalize(case.q) if normalize is True else case.q
+    padded = l2_normalize(case.q) if normalize in (True, "queries") else case.q
     assert_close("padded query", actual["query"][~real], padded[~real], TOLERANCE, floor=FLOOR)
     for name in ("correction", "d_q", "d_k", "d_gate"):
         assert not actual[name][~real].any(), name
@@ -338,6 +342,39 @@ def operator_inputs(tokens: int, *, sequences: int = 1, gradient: bool = False) 
     case = make_case(1, tokens, 1, 16, sequences=sequences).to(torch.float32)
     inputs = [x.to(DEVICE) for x in (*case[:3], *case.statistics)]
     return [x.requires_grad_(gradient and x.is_floating_point()) for x in inputs]
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "padded", "one token"])
+def test_without_statistics_it_starts_at_nothing_and_keeps_no_zeros(kind: str) -> None:
+    rows, tokens = (1, 70) if kind == "packed" else (2, 1 if kind == "one token" else 70)
+    case = make_case(rows, tokens, 2, 16)
+    options: dict[str, Any] = {
+        "dense": {},
+        "one token": {},
+        "packed": {"cu_seqlens": torch.tensor([0, 0, 3, 70])},
+        "padded": {"mask": torch.arange(70)[None].repeat(2, 1) >= torch.tensor([[4], [0]])},
+    }[kind]
+    sequences = 3 if kind == "packed" else rows
+    kept: list[Tensor] = []
+    found = []
+    for backend, device, dtype in (("triton", DEVICE, torch.float32), ("reference", "cpu", torch.float64)):
+        leaves = [x.to(device, dtype).requires_grad_() for x in case[:3]]
+        placed = {name: x.to(device) for name, x in options.items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            result = curvature_conditioned_query(*leaves, backend=backend, return_correction=True, **placed)
+        if backend == "triton":
+            assert kept and not any(x.shape == (sequences, 2, 16, 16) for x in kept)
+        outputs = (result.query, result.correction, *result.statistics[:2])
+        weights = [
+            torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view(x.shape).to(device, dtype) for x in outputs
+        ]
+        loss = sum((x * weight).sum() for x, weight in zip(outputs, weights, strict=True))
+        found.append((*outputs, result.statistics.count, *torch.autograd.grad(loss, leaves)))
+        with torch.no_grad():
+            again = curvature_conditioned_query(*leaves, backend=backend, **placed)
+            assert_close("query without gradients", again.query, result.query.detach(), TOLERANCE)
+    for actual, expected in zip(*found, strict=True):
+        assert_close("values", actual, expected, TOLERANCE, floor=FLOOR)
 
 
 @pytest.mark.parametrize("correction", [True, False])

@@ -81,7 +81,9 @@ def test_the_query_can_come_back_in_float32(in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys")])
+@pytest.mark.parametrize(
+    ("centred", "normalize"), [(False, True), (True, False), (False, False), (True, "keys"), (True, "queries")]
+)
 def test_uncentred_and_raw(centred: bool, normalize: bool | str, in_place: bool) -> None:
     check(make_case(2, 3, 2, 24).to(torch.float32), in_place, centred=centred, normalize=normalize)
 

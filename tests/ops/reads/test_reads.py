@@ -116,7 +116,7 @@ def make_case(
 
 def before(case: Case, normalize: bool | str = True) -> Tensor:
     q = case.tensors["q"]
-    return l2_normalize(q) if normalize is True else q
+    return l2_normalize(q) if normalize in (True, "queries") else q
 
 
 def run(case: Case, **options: Any) -> dict[str, Tensor]:
@@ -159,9 +159,9 @@ def written_out(case: Case, row: int, head: int, i: int, normalize: bool | str) 
     """The query of one token, from all keys of its row up to its own; there is no earlier state."""
     x = {name: tensor[row, :, head] for name, tensor in case.tensors.items()}
     keys = x["k"][: i + 1]
-    keys = keys if normalize is False else keys / (keys.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    keys = keys if normalize in (False, "queries") else keys / (keys.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     unit = x["q"][i] / (x["q"][i].square().sum() + 1e-6).sqrt()
-    q = unit if normalize is True else x["q"][i]
+    q = unit if normalize in (True, "queries") else x["q"][i]
     identity = torch.eye(SIZE, dtype=torch.float64)
     sigma = torch.cov(keys.T, correction=0) if i else torch.zeros_like(identity)
     gate = x["gate"][i] if "gate" in x else None
@@ -199,11 +199,11 @@ def written_out(case: Case, row: int, head: int, i: int, normalize: bool | str) 
     return q - gate * (torch.cov(means.T, correction=0, aweights=weights) @ q)
 
 
-@pytest.mark.parametrize("normalize", [True, "keys", False])
+@pytest.mark.parametrize("normalize", [True, "queries", "keys", False])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_loop_is_the_formula_over_all_keys(name: str, normalize: bool | str) -> None:
     case = make_case(name, 2, 9, seen=0)
-    if normalize is False:
+    if normalize in (False, "queries"):
         # As large as unit vectors: the formulas are stated for those.
         case.tensors["k"] /= case.tensors["k"].norm(dim=-1).max()
         case.tensors["q"] /= case.tensors["q"].norm(dim=-1).max()
@@ -446,12 +446,12 @@ def test_conjugate_gradients_solve_and_stay_where_it_is_solved() -> None:
     assert not conjugate_gradient(product, right, torch.zeros_like(right), 9)[3].any()
 
 
-@pytest.mark.parametrize("normalize", [True, "keys", False])
+@pytest.mark.parametrize("normalize", [True, "queries", "keys", False])
 def test_comba_subtracts_the_key_of_the_token(normalize: bool | str) -> None:
     q, k = (torch.randn(2, 9, HEADS, SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2))
     strength = torch.rand(HEADS, dtype=torch.float64, requires_grad=True)
     length = (q.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    key = k if normalize is False else k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    key = k if normalize in (False, "queries") else k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     unit = q if normalize is False else q / length
     expected = unit - strength[:, None] * key
     expected = expected * length if normalize == "keys" else expected

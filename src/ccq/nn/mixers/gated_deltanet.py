@@ -108,10 +108,12 @@ class GatedDeltaNet(nn.Module):
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         (presplit_query, k, v), convolution = convolve(convolutions, inputs, state, mask, cu_seqlens)
-        # One normalisation for the read step and the write rule, which both read it;
-        # the query is not normalised again behind the read step.
-        v = split_heads(v, self.num_heads)
-        q, k = (l2_norm(split_heads(y, self.num_heads)) for y in (presplit_query, k))
+        q, k, v = (split_heads(y, self.num_heads) for y in (presplit_query, k, v))
+        k = l2_norm(k)
+        # A read step normalises the query itself, and it is not normalised again behind it.
+        by_read = self.read is not None and not self.read.keep_length
+        if not by_read:
+            q = l2_norm(q)
         dtype = accumulation_dtype(x.dtype)
         log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
         beta = torch.sigmoid(self.b_proj(x).to(dtype))
@@ -126,7 +128,7 @@ class GatedDeltaNet(nn.Module):
                 statistics=None if state is None else state.statistics,
                 mask=mask,
                 cu_seqlens=cu_seqlens,
-                normalized=True,
+                normalized="keys" if by_read else True,
             )
         output, memory = read_memory(
             gated_delta_rule,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ccq.nn.read import ReadResult, ReadStep
+from ccq.nn.read import Normalized, ReadResult, ReadStep
 from ccq.ops.reads import comba_query
 
 INITIAL_STRENGTH = 0.02
@@ -40,16 +40,15 @@ class CombaRead(ReadStep):
         statistics: Any = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`; there is no state."""
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        result = comba_query(
-            q, k, self.strength, mask=mask, cu_seqlens=cu_seqlens, normalize=self._normalize(normalized)
-        )
+        strength = self.strength if self.factors is None else self.strength * self.factors
+        result = comba_query(q, k, strength, mask=mask, cu_seqlens=cu_seqlens, normalize=self._normalize(normalized))
         assert result.correction is not None
-        self._observe(q, self.strength.expand(q.shape[:3]), result.correction, mask, normalized)
+        self._observe(q, strength.expand(q.shape[:3]), result.correction, mask, normalized)
         return ReadResult(result.query, None)
 
     @property

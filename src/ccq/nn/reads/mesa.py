@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ccq.nn.read import ReadResult, ReadStep
+from ccq.nn.read import Normalized, ReadResult, ReadStep
 from ccq.ops.reads import DecayedSecondMoment, mesa_query
 from ccq.ops.reads.common import check_number
 
@@ -46,7 +46,7 @@ class MesaRead(ReadStep):
         statistics: Any = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`; log_decay is needed."""
         if not self.enabled:
@@ -63,8 +63,9 @@ class MesaRead(ReadStep):
             normalize=self._normalize(normalized),
         )
         assert result.correction is not None
-        self._observe(q, 1.0, result.correction, mask, normalized)
-        return ReadResult(result.query, result.statistics)
+        self._observe(q, self._multiplied(1.0, q), result.correction, mask, normalized)
+        query = self._multiplied_query(result.query, q, 1.0, result.correction, normalized)
+        return ReadResult(query, result.statistics)
 
     def initial_statistics(
         self, sequences: int, *, dtype: torch.dtype, device: torch.device | str

@@ -6,13 +6,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ccq.nn.read import ReadResult, ReadStep
+from ccq.nn.read import Normalized, ReadResult, ReadStep
 
 
 class NormalizeRead(ReadStep):
     """y = q / |q|. To an observer it has a gate and a correction of 0."""
 
     keeps_statistics: ClassVar[bool] = False
+    has_correction: ClassVar[bool] = False
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__(num_heads, head_dim)
@@ -27,7 +28,7 @@ class NormalizeRead(ReadStep):
         statistics: Any = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`; there is no state."""
         query = self._query_before(q, normalized)

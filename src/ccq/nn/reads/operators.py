@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ccq.nn.read import GatedReadStep, ReadResult
+from ccq.nn.read import GatedReadStep, Normalized, ReadResult
 from ccq.ops.reads import (
     KeyMean,
     QueryResult,
@@ -42,12 +42,14 @@ class OperatorReadStep(GatedReadStep):
         statistics: Any = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`."""
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        lam = self.gate_values(q, presplit_query, normalized=normalized)
+        lam = self._strength(
+            q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
+        )
         result = self.operator(
             q,
             k,
@@ -58,9 +60,10 @@ class OperatorReadStep(GatedReadStep):
             normalize=self._normalize(normalized),
             **self._own_arguments(log_decay),
         )
-        if result.correction is not None:
-            self._observe(q, lam, result.correction, mask, normalized)
-        return ReadResult(result.query, result.statistics)
+        assert result.correction is not None
+        self._observe(q, self._multiplied(lam, q), result.correction, mask, normalized)
+        query = self._multiplied_query(result.query, q, lam, result.correction, normalized)
+        return ReadResult(query, result.statistics)
 
     def _own_arguments(self, log_decay: Tensor | None) -> dict[str, Any]:
         """Arguments of the operator beside those that all have."""
@@ -104,7 +107,7 @@ class RichardsonRead(OperatorReadStep):
         num_heads: int,
         head_dim: int,
         *,
-        gate: str | float = "presplit",
+        gate: str | float | Sequence[float] = "presplit",
         keep_length: bool = False,
         steps: int = 3,
     ) -> None:
@@ -128,16 +131,22 @@ class ExactRead(OperatorReadStep):
     operator = staticmethod(exact_query)
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, gate: str | float = "presplit", keep_length: bool = False
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        gate: str | float | Sequence[float] = "presplit",
+        keep_length: bool = False,
     ) -> None:
         super().__init__(num_heads, head_dim, gate=gate, keep_length=keep_length)
         if not isinstance(self.gate, str):
-            check_gate_of_exact(self.gate)
+            for fixed in self.gate if isinstance(self.gate, tuple) else (self.gate,):
+                check_gate_of_exact(fixed)
 
     @property
     def products(self) -> int:
         # The first residual and that of the solution, beside one a step.
-        return 2 + steps_needed(0.0 if isinstance(self.gate, str) else self.gate, _ERROR)
+        return 2 + steps_needed(self.gate if isinstance(self.gate, float) else 0.0, _ERROR)
 
 
 class ExponentialRead(OperatorReadStep):
@@ -147,4 +156,4 @@ class ExponentialRead(OperatorReadStep):
 
     @property
     def products(self) -> int:
-        return terms_needed(_ERROR) * (1 if isinstance(self.gate, str) else max(1, math.ceil(abs(self.gate))))
+        return terms_needed(_ERROR) * (max(1, math.ceil(abs(self.gate))) if isinstance(self.gate, float) else 1)

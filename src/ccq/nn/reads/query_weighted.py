@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class QueryWeightedRead(OperatorReadStep):
         num_heads: int,
         head_dim: int,
         *,
-        gate: str | float = "presplit",
+        gate: str | float | Sequence[float] = "presplit",
         keep_length: bool = False,
         landmarks: int = 8,
     ) -> None:

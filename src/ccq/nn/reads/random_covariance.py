@@ -6,12 +6,13 @@ that the memory holds. R Sigma R^T is the covariance of the keys R k, so the ope
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ccq.nn.read import CurvatureConditionedQuery, ReadResult
+from ccq.nn.read import CurvatureConditionedQuery, Normalized, ReadResult
 from ccq.ops.query import KeyStatistics
 
 SEED = 0
@@ -26,7 +27,12 @@ class RandomRead(CurvatureConditionedQuery):
     """[H, D, D]"""
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, gate: str | float = "presplit", keep_length: bool = False
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        gate: str | float | Sequence[float] = "presplit",
+        keep_length: bool = False,
     ) -> None:
         super().__init__(num_heads, head_dim, gate=gate, keep_length=keep_length)
         self.register_buffer("rotation", random_rotations(num_heads, head_dim).to(torch.get_default_dtype()))
@@ -41,7 +47,7 @@ class RandomRead(CurvatureConditionedQuery):
         statistics: KeyStatistics | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`; the state is the statistics of the turned keys."""
         options: dict[str, Any] = {"statistics": statistics, "mask": mask, "cu_seqlens": cu_seqlens}

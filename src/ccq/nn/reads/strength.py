@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ccq.nn.read import CurvatureConditionedQuery
+from ccq.nn.read import CurvatureConditionedQuery, Normalized
 
 
 class StrengthRead(CurvatureConditionedQuery):
     """The Curvature-Conditioned Query with D times its lambda; an observer sees lambda D."""
 
-    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: bool = False) -> Tensor | float:
+    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: Normalized = False) -> Tensor | float:
         return self.head_dim * super().gate_values(q, presplit_query, normalized=normalized)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ccq.nn.read import CurvatureConditionedQuery, QueryInParts, ReadResult
+from ccq.nn.read import CurvatureConditionedQuery, Normalized, QueryInParts, ReadResult
 from ccq.ops.query import KeyStatistics, curvature_conditioned_query
 
 
@@ -27,13 +27,13 @@ class TwoReads(CurvatureConditionedQuery):
         statistics: KeyStatistics | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        normalized: bool = False,
+        normalized: Normalized = False,
     ) -> ReadResult:
         """As `ReadStep.forward`, but with the query in two parts."""
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        lam = self.gate_values(q, presplit_query, normalized=normalized)
         options: dict[str, Any] = {"statistics": statistics, "mask": mask, "cu_seqlens": cu_seqlens}
+        lam = self._multiplied(self._strength(q, presplit_query, normalized=normalized, **options), q)
         result = curvature_conditioned_query(
             q, k, lam, normalize=self._normalize(normalized), return_correction=True, **options
         )

@@ -79,7 +79,8 @@ def curvature_conditioned_query(
         mask: [B, T], 1 = real token, 0 = padding, the ones of a row without a gap. Padding is not counted, receives no
             correction and no gradient; its query comes back normalised.
         normalize: L2-normalise q and k over D, x * rsqrt(sum x^2 + 1e-6) in float32. "keys" leaves the queries their
-            length, which the result has too, because the operator is linear in q. False takes both as they are.
+            length, which the result has too, because the operator is linear in q. "queries" takes the keys as they are,
+            False both.
         centred: subtract the mean key's part; False uses the second moment instead of the covariance.
         return_correction: also return Sigma q before the gate.
         query_dtype: of the query that comes back: that of q (None), or float32 (float64 for float64 input), because in
@@ -105,14 +106,31 @@ def curvature_conditioned_query(
     query_dtype = check_query_dtype(query_dtype, q)
     unit_queries, unit_keys = check_normalize(normalize)
     sequences, mask, boundaries = check_sequences(q, cu_seqlens, mask)
-    if statistics is None:
-        statistics = KeyStatistics.zeros(sequences, q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
-    else:
+    chosen = _choose(backend, q)
+    if statistics is not None:
         check_statistics(statistics, sequences, q)
 
     # Sums of a float32 state must not be rounded by an autocast around the model.
     with torch.autocast(q.device.type, enabled=False):
-        if backend == "reference":
+        if chosen == "triton":
+            return CurvatureConditionedQueryResult(
+                *fused_curvature_conditioned_query(
+                    q,
+                    k,
+                    gate,
+                    statistics,
+                    mask=mask,
+                    boundaries=boundaries,
+                    unit_queries=unit_queries,
+                    unit_keys=unit_keys,
+                    centred=centred,
+                    return_correction=return_correction,
+                    query_dtype=query_dtype,
+                )
+            )
+        if statistics is None:
+            statistics = KeyStatistics.zeros(sequences, q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
+        if chosen == "reference":
             query, correction, last = curvature_conditioned_query_reference(
                 q,
                 k,
@@ -127,13 +145,8 @@ def curvature_conditioned_query(
             return CurvatureConditionedQueryResult(
                 query.to(query_dtype), correction if return_correction else None, last
             )
-        implementation = (
-            fused_curvature_conditioned_query
-            if _choose(backend, q) == "triton"
-            else chunked_curvature_conditioned_query
-        )
         return CurvatureConditionedQueryResult(
-            *implementation(
+            *chunked_curvature_conditioned_query(
                 q,
                 k,
                 gate,

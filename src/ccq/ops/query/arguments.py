@@ -14,9 +14,9 @@ def check_normalize(normalize: bool | str) -> tuple[bool, bool]:
     """Whether queries are normalised, and whether keys are."""
     if isinstance(normalize, bool):
         return normalize, normalize
-    if normalize == "keys":
-        return False, True
-    raise ValueError(f"normalize must be True, False or 'keys', got {normalize!r}")
+    if normalize in ("queries", "keys"):
+        return normalize == "queries", normalize == "keys"
+    raise ValueError(f"normalize must be True, 'queries', 'keys' or False, got {normalize!r}")
 
 
 def check_query_dtype(query_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from ccq.ops.checks import accumulation_dtype
 from ccq.ops.query.statistics import KeyStatistics
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -85,14 +86,14 @@ _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 @library.custom_op(
     "ccq::read_step",
     mutates_args=(),
-    schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}{_RESULTS})"
+    schema=f"({_INPUTS}Tensor? second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def read_step(
     q: Tensor,
     k: Tensor,
     gate: Tensor,
-    second_moment: Tensor,
+    second_moment: Tensor | None,
     total: Tensor,
     count: Tensor,
     mask: Tensor | None,
@@ -105,10 +106,13 @@ def read_step(
 ) -> tuple[Tensor, ...]:
     """The read step. Query (float32 with `wide`), correction (or an empty tensor), second moment, total, count; and for
     the backward pass the reciprocal lengths of the queries, the totals before each group of keys, and the mean scores.
+
+    A second moment of None is zero: where training starts, and every layer would keep its zeros.
     """
     _step(q)
     kernels = _kernels()
-    q, k, gate, second_moment, total, count = _contiguous(q, k, gate, second_moment, total, count)
+    q, k, gate, total, count = _contiguous(q, k, gate, total, count)
+    second_moment = None if second_moment is None else second_moment.contiguous()
     with torch.cuda.device_of(q):
         config = kernels.configuration(q.dtype, q.shape[-1], q.device)
         edges = None if boundaries is None else list(boundaries)
@@ -119,10 +123,11 @@ def read_step(
             wide=wide,
         )  # fmt: skip
         if mask is not None:
-            _padding().fill_outputs(mask, q, done.query, done.correction, unit_queries)
-        correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
+            _padding().fill_outputs(mask, q, done.query, done.kept.correction, unit_queries)
+        _, total, *rest = done.kept
+        correction = q.new_empty(0, dtype=torch.float32) if done.kept.correction is None else done.kept.correction
         last_count = count + (plan.end - plan.begin)
-    return done.query, correction, done.second_moment, done.total, last_count, done.reciprocal, done.vectors, done.mean
+    return done.query, correction, done.second_moment, total, last_count, *rest
 
 
 @read_step.register_fake
@@ -130,7 +135,7 @@ def _(
     q: Tensor,
     k: Tensor,
     gate: Tensor,
-    second_moment: Tensor,
+    second_moment: Tensor | None,
     total: Tensor,
     count: Tensor,
     mask: Tensor | None,
@@ -150,7 +155,7 @@ def _(
     return (
         q.new_empty(q.shape, dtype=kept if wide else q.dtype),
         q.new_empty(q.shape if return_correction else 0, dtype=kept),
-        second_moment.new_empty(second_moment.shape),
+        total.new_empty((*total.shape, size)),
         total.new_empty(total.shape),
         count.new_empty(count.shape),
         q.new_empty((rows, tokens, heads), dtype=kept),
@@ -162,7 +167,7 @@ def _(
 @library.custom_op(
     "ccq::read_step_backward",
     mutates_args=(),
-    schema=f"({_INPUTS}Tensor second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
+    schema=f"({_INPUTS}Tensor? second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
     "Tensor vectors, Tensor mean, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, "
     f"{_SEQUENCES}{_OPTIONS}bool state_gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -170,7 +175,7 @@ def read_step_backward(
     q: Tensor,
     k: Tensor,
     gate: Tensor,
-    second_moment: Tensor,
+    second_moment: Tensor | None,
     count: Tensor,
     correction: Tensor,
     last_total: Tensor,
@@ -193,19 +198,18 @@ def read_step_backward(
     """
     _step(q)
     kernels = _kernels()
-    q, k, gate, second_moment, count, dy = _contiguous(q, k, gate, second_moment, count, dy)
+    q, k, gate, count, dy = _contiguous(q, k, gate, count, dy)
+    second_moment = None if second_moment is None else second_moment.contiguous()
     with torch.cuda.device_of(q):
         config = kernels.configuration(q.dtype, q.shape[-1], q.device)
         edges = None if boundaries is None else list(boundaries)
         plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
-        saved = kernels.Forward(
-            q, None if dr is None else correction, second_moment, last_total, reciprocal, vectors, mean
-        )
+        kept = kernels.Kept(None if dr is None else correction, last_total, reciprocal, vectors, mean)
         gradients = kernels.backward(
             q, k, gate, dy, None if dr is None else dr.contiguous(),
             None if d_moment is None else d_moment.contiguous(),
             torch.zeros_like(last_total) if d_total is None else d_total.contiguous(),
-            saved, second_moment, count, plan, config, unit_queries=unit_queries, unit_keys=unit_keys, centred=centred,
+            kept, second_moment, count, plan, config, unit_queries=unit_queries, unit_keys=unit_keys, centred=centred,
             state_gradients=state_gradients,
         )  # fmt: skip
         d_gate = gradients.gate.contiguous()
@@ -219,15 +223,15 @@ def _(
     q: Tensor,
     k: Tensor,
     gate: Tensor,
-    second_moment: Tensor,
+    second_moment: Tensor | None,
     count: Tensor,
     correction: Tensor,
     last_total: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
     rows = (x.new_empty(x.shape) for x in (q, k, gate))
-    states = (x.new_empty(x.shape if options[-1] else 0) for x in (second_moment, last_total))
-    return *rows, *states
+    shapes = ((*last_total.shape, q.shape[-1]), last_total.shape)
+    return *rows, *(last_total.new_empty(shape if options[-1] else 0) for shape in shapes)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -265,7 +269,8 @@ def _backward(
         ctx.centred,
         state_gradients,
     )
-    return *rows, *((d_moment, d_total) if state_gradients else (None, None)), *(None,) * 8
+    states = (x if needed else None for x, needed in zip((d_moment, d_total), ctx.needs_input_grad[3:5], strict=True))
+    return *rows, *states, *(None,) * 8
 
 
 read_step.register_autograd(_backward, setup_context=_setup_context)
@@ -373,7 +378,7 @@ def fused_curvature_conditioned_query(
     q: Tensor,
     k: Tensor,
     gate: Tensor,
-    statistics: KeyStatistics,
+    statistics: KeyStatistics | None,
     *,
     mask: Tensor | None,
     boundaries: list[int] | None,
@@ -383,7 +388,8 @@ def fused_curvature_conditioned_query(
     return_correction: bool,
     query_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, KeyStatistics]:
-    """The read step by Triton kernels; arguments and results as in `chunked_curvature_conditioned_query`.
+    """The read step by Triton kernels; arguments and results as in `chunked_curvature_conditioned_query`, and
+    statistics of None stand for those before the first key.
 
     Raises:
         ImportError: without triton.
@@ -391,16 +397,24 @@ def fused_curvature_conditioned_query(
         RuntimeError: on a CPU, unless Triton's interpreter is on.
     """
     check_supported(q)
-    inputs = (q, k, gate, *statistics)
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if q.shape[1] == 1 and mask is None and boundaries is None and not gradient:
-        query, correction, *last = torch.ops.ccq.read_token(
-            *inputs, unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype
-        )
+    rows, tokens, heads, size = q.shape
+    moment: Tensor | None = None
+    if statistics is None:
+        kept = accumulation_dtype(q.dtype)
+        sequences = rows if boundaries is None else len(boundaries) - 1
+        total = q.new_zeros(sequences, heads, size, dtype=kept)
+        count = q.new_zeros(sequences, dtype=torch.int64)
     else:
-        query, correction, *last = torch.ops.ccq.read_step(
-            *inputs, mask, boundaries, unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype
-        )
+        moment, total, count = statistics
+    inputs = [x for x in (q, k, gate, moment, total) if x is not None]
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    options = (unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype)
+    if tokens == 1 and mask is None and boundaries is None and not gradient:
+        if moment is None:
+            moment = q.new_zeros(rows, heads, size, size, dtype=total.dtype)
+        query, correction, *last = torch.ops.ccq.read_token(q, k, gate, moment, total, count, *options)
+    else:
+        query, correction, *last = torch.ops.ccq.read_step(q, k, gate, moment, total, count, mask, boundaries, *options)
     return query, correction if return_correction else None, KeyStatistics(*last[:3])
 
 

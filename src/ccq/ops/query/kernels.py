@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -919,12 +918,11 @@ def make_plan(
     return plan._replace(begin=begin, end=begin + mask.sum(1), full=False)
 
 
-class Forward(NamedTuple):
-    """What the forward pass returns, and what its backward pass needs of it."""
+class Kept(NamedTuple):
+    """What the backward pass needs of the forward pass."""
 
-    query: Tensor
     correction: Tensor | None
-    second_moment: Tensor
+    """Only for a gradient in it."""
     total: Tensor
     reciprocal: Tensor
     """[B, T, H] float32, one over the lengths of the queries; unset without normalisation."""
@@ -932,6 +930,12 @@ class Forward(NamedTuple):
     """[blocks, H, D] float32, m before each block of keys."""
     mean: Tensor
     """[B, T, H] float32, the mean scores a."""
+
+
+class Forward(NamedTuple):
+    query: Tensor
+    second_moment: Tensor
+    kept: Kept
 
 
 class Gradients(NamedTuple):
@@ -1005,7 +1009,7 @@ class Launcher:
             self.compile_only = True
             # A kernel that does not compile says so when it is launched.
             with (
-                concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads,
+                concurrent.futures.ThreadPoolExecutor() as threads,
                 triton.AsyncCompileMode(threads, ignore_errors=True),
             ):
                 launch_all()
@@ -1087,7 +1091,7 @@ class Launcher:
         return self.empty(self.plan.chunks * self.heads * self.width, self.width, dtype=self.state_dtype)
 
     def moments(
-        self, unit: Tensor, vectors: Tensor, initial: Tensor, count: Tensor, last: bool
+        self, unit: Tensor, vectors: Tensor, initial: Tensor | None, count: Tensor, last: bool
     ) -> tuple[Tensor, Tensor]:
         """The covariance before each chunk, and (`last`) M behind each sequence."""
         covariances = self.states()
@@ -1120,7 +1124,7 @@ class Launcher:
 
 
 def forward(
-    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor, total: Tensor, count: Tensor,
+    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor | None, total: Tensor, count: Tensor,
     plan: Plan, config: Configuration, *, unit_queries: bool, unit_keys: bool, centred: bool, return_correction: bool,
     wide: bool,
 ) -> Forward:  # fmt: skip
@@ -1139,16 +1143,15 @@ def forward(
         _, mean = launch.covariance_times(
             q, unit, vectors, covariances, count, gate, reciprocal, query=query, correction=correction
         )
-        return Forward(query, correction, moment, last, reciprocal, vectors, mean)
+        return Forward(query, moment, Kept(correction, last, reciprocal, vectors, mean))
 
-    return launch.compiled(launch_all, "forward", gate.dtype, return_correction, wide)
+    return launch.compiled(launch_all, "forward", gate.dtype, second_moment is None, return_correction, wide)
 
 
 def backward(
     q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor,
-    result: Forward,
-    second_moment: Tensor, count: Tensor, plan: Plan, config: Configuration, *, unit_queries: bool, unit_keys: bool,
-    centred: bool, state_gradients: bool,
+    kept: Kept, second_moment: Tensor | None, count: Tensor, plan: Plan, config: Configuration, *, unit_queries: bool,
+    unit_keys: bool, centred: bool, state_gradients: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it, and the gradients
     of the states are empty without `state_gradients`.
@@ -1161,12 +1164,12 @@ def backward(
 
     def launch_all() -> Gradients:
         unit, key_reciprocal, _ = launch.unit_keys(k)
-        covariances, _ = launch.moments(unit, result.vectors, second_moment, count, last=False)
-        dq, dk, d_gate = torch.empty_like(q), torch.empty_like(k), torch.empty_like(result.reciprocal)
-        weighted, leans = launch.empty_blocks(), torch.empty_like(result.vectors)
+        covariances, _ = launch.moments(unit, kept.vectors, second_moment, count, last=False)
+        dq, dk, d_gate = torch.empty_like(q), torch.empty_like(k), torch.empty_like(kept.reciprocal)
+        weighted, leans = launch.empty_blocks(), torch.empty_like(kept.vectors)
         rows, mean_x = launch.covariance_times(
-            x, unit, result.vectors, covariances, count, strength, result.reciprocal,
-            gradients=(q, dy, result.mean, dq, d_gate, weighted, leans),
+            x, unit, kept.vectors, covariances, count, strength, kept.reciprocal,
+            gradients=(q, dy, kept.mean, dq, d_gate, weighted, leans),
         )  # fmt: skip
         del covariances
         first_lean = launch.scan_vectors(leans, -d_total, reverse=True)
@@ -1174,7 +1177,7 @@ def backward(
         means = launch.empty(plan.chunks, launch.heads, launch.tiles, launch.size)
         tiles = [launch.tiles_of(matrix, config.scan_group, config.tile) for matrix in (weighted, rows.matrix)]
         first_spread = launch._scan(
-            _scan_gradients_kernel, (*tiles, result.vectors, result.total), (spreads, means),
+            _scan_gradients_kernel, (*tiles, kept.vectors, kept.total), (spreads, means),
             None if d_moment is None else d_moment + d_moment.mT, count,
             last=state_gradients, ALIGNED=rows.aligned, BULK=launch.bulk,
         )  # fmt: skip
@@ -1184,7 +1187,7 @@ def backward(
             launch.tiles_of(rows.matrix, config.group, launch.width),
             launch.tiles_of(weighted, config.group, launch.width),
             launch.tiles_of(spreads, config.part, launch.width),
-            unit, strength, key_reciprocal, result.vectors, result.total, means, leans, count, result.mean, mean_x, dk,
+            unit, strength, key_reciprocal, kept.vectors, kept.total, means, leans, count, kept.mean, mean_x, dk,
             *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
             BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=unit_keys,
             num_warps=config.gradient_warps, num_stages=config.gradient_stages,
@@ -1192,6 +1195,6 @@ def backward(
         return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
 
     gradients = launch.compiled(launch_all, "backward", dy.dtype, dr is not None, d_moment is not None, state_gradients)
-    if dr is None or result.correction is None:
+    if dr is None or kept.correction is None:
         return gradients
-    return gradients._replace(gate=-(dy.float() * result.correction).sum(-1))
+    return gradients._replace(gate=-(dy.float() * kept.correction).sum(-1))

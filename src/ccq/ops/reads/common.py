@@ -50,7 +50,7 @@ class ReadOptions(TypedDict, total=False):
     mask: Tensor | None
     """[B, T], 1 = real token. Padding is not counted, is not corrected, and has no gradient."""
     normalize: bool | str
-    """L2-normalise q and k (True, the default), "keys" only, or neither (False)."""
+    """L2-normalise q and k (True, the default), "queries" or "keys" only, or neither (False)."""
     query_dtype: torch.dtype | None
     """Of the query that comes back: that of q (None), or float32 (float64 for float64 input)."""
     backend: str
