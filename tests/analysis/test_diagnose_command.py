@@ -49,6 +49,21 @@ def test_the_command_writes_what_the_function_finds(
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_the_read_step_is_changed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["diagnose", str(folder), "--out", str(tmp_path), "--prompts", "1", "--fillers", "4", "--device", "cpu"]
+    sizes = []
+    for read in ("scale=1", "scale=-2,layers=0"):
+        assert main([*command, "--read", read]) == 0
+        found = json.loads((tmp_path / "diagnosis.json").read_text())
+        sizes.append([layer["relative_size"]["text"] for layer in found["correction"]])
+    assert found["model"]["read"] == "scale=-2,layers=0"
+    # Nothing before the first correction has changed; sizes have no sign.
+    assert sizes[1] == [pytest.approx(2 * sizes[0][0], rel=1e-5), 0]
+    assert main([*command, "--read", "gate=mean"]) == 2
+    assert "`ccq gates" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_own_text_stands_around_the_needle(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("The first sentence is here. The second sentence is here.\n")

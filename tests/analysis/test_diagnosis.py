@@ -235,6 +235,7 @@ def test_results_fit_their_schema_and_one_seed_gives_one_file() -> None:
         "name": "a model",
         "type": "ccq",
         "arm": "gla+ccq",
+        "read": "on",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": "float64",
     }
@@ -243,6 +244,25 @@ def test_results_fit_their_schema_and_one_seed_gives_one_file() -> None:
     assert told[0] == f"prompt 1 of 2, {lengths[0]} tokens"
     one = diagnosed(model, prompts=1)
     assert one["keys"][0]["alignment"]["layers"][0]["standard_deviation"] is None
+
+
+def test_a_layer_that_is_off_beside_others_has_a_gate_of_zero() -> None:
+    model = own_model("gla+ccq")
+    model.set_read("layers=1,scale=2")
+    found = diagnosed(model, prompts=1)
+    assert (found["model"]["read"], found["settings"]["nominal_gate"]) == ("scale=2,layers=1", None)
+    assert found["correction"] is not None
+    off, on = found["correction"]
+    assert off["gate"] == off["relative_size"] == {"text": 0, "needle": 0, "question": 0, "last": 0}
+    assert (off["angle"], off["rounding_noise"], off["unchanged"]) == (0, 0, 1)
+    gates = [layer.read for layer in collect(model, some_prompts()[0].tokens)]
+    assert gates[0] is None and gates[1] is not None and on["gate"] is not None
+    assert on["gate"]["last"] == pytest.approx(float(gates[1].gate[-1].mean()))
+    # With all of them off, what a correction would do is told, as of a model without a read step.
+    model.set_read("off")
+    found = diagnosed(model, prompts=1)
+    assert (found["model"]["read"], found["settings"]["nominal_gate"]) == ("off", 0.3)
+    assert found["correction"] is not None and found["correction"][0]["gate"] is None
 
 
 def test_needles_of_a_transformers_model() -> None:

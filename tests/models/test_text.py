@@ -74,6 +74,22 @@ def test_a_text_is_continued(trained: Tokenizer, folder: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_a_text_is_continued_under_an_intervention(
+    trained: Tokenizer, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(folder), "--prompt", "The otter", "--max-new-tokens", "12", "--device", "cpu", "--read"]
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    said = []
+    for read in ("on", "off", "scale=-30,heads=0"):
+        assert main([*command, read]) == 0
+        model.set_read(read)
+        said.append(capsys.readouterr().out)
+        assert said[-1] == continue_text(model, tokenizer, "The otter", max_new_tokens=12) + "\n"
+    assert len(set(said)) > 1
+    assert main([*command, "scale"]) == 2
+    assert "'scale' is no read intervention" in capsys.readouterr().err
+
+
 def test_sampling_follows_the_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", str(folder), "--prompt", "The", "--temperature", "1.5", "--device", "cpu", "--seed"]
     outputs = []

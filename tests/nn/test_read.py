@@ -198,7 +198,7 @@ def test_half_precision_is_normalised_in_float32() -> None:
 
 @pytest.mark.parametrize("gate", ["pre-split", math.nan, math.inf, True, None])
 def test_unknown_gate_is_named(gate: Any) -> None:
-    with pytest.raises(ValueError, match=f"'presplit', 'head', 'attached', or a finite number.*got {gate!r}"):
+    with pytest.raises(ValueError, match=f"'presplit', 'head', 'attached', a finite number.*got {gate!r}"):
         CurvatureConditionedQuery(HEADS, SIZE, gate=gate)
 
 

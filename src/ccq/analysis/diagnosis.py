@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ccq.analysis.collection import LayerValues, collect
+from ccq.analysis.collection import LayerValues, ReadValues, collect
 from ccq.analysis.geometry import (
     alignment,
     angle,
@@ -125,8 +125,8 @@ class KeysResult(TypedDict):
 
 
 class CorrectionLayer(TypedDict):
-    """The change lambda Sigma q of the queries. `gate` is null without a read step; the change is then that of
-    `nominal_gate`.
+    """The change lambda Sigma q of the queries. `gate` is null without a read step, or where all corrections are off;
+    the change is then that of `nominal_gate`.
 
     `angle` is in degrees; `rounding_noise` is the error of rounding the corrected query to bfloat16 as a share of the
     correction, `unchanged` the share of its coordinates which that leaves as they were without a correction.
@@ -177,9 +177,14 @@ class ExpansionResult(TypedDict):
 
 
 class DiagnosedModel(TypedDict):
+    """`read` is the intervention on the read steps, such as "off" or "scale=2", "on" for none, or null for a model
+    without any.
+    """
+
     name: str
     type: str
     arm: str | None
+    read: str | None
     parameters: int
     dtype: str
 
@@ -283,6 +288,7 @@ def diagnose(
         gathered.add(collect(model, prompt.tokens.to(model.device)), prompt)
     correction, margins, expansion = gathered.query_results()
     lengths = [len(prompt.tokens) for prompt in tokenized]
+    intervention = getattr(model, "read_intervention", None)
     return {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -290,6 +296,7 @@ def diagnose(
             "name": name,
             "type": model.config.model_type,
             "arm": getattr(model.config, "arm", None),
+            "read": None if intervention is None else str(intervention),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
         },
@@ -334,6 +341,7 @@ class _Gathered:
                 self._add_keys("memory", number, layer.memory_keys, kinds)
         if all(layer.queries is not None for layer in layers):
             self.queries = "memory" if all(layer.met_keys is layer.memory_keys for layer in layers) else "projection"
+            self.has_gate = any(layer.read is not None for layer in layers)
             for number, layer in enumerate(layers):
                 self._add_queries(number, layer, kinds)
 
@@ -367,18 +375,19 @@ class _Gathered:
         shared = layer.queries.shape[2]
         keys = F.normalize(layer.met_keys, dim=-1).repeat_interleave(shared, 1)  # [T, H * G, D]
         unit = F.normalize(layer.queries.flatten(1, 2), dim=-1)
-        if layer.read is not None:
-            self.has_gate = True
-            query, gate = layer.read.query.to(unit.dtype), layer.read.gate.to(unit.dtype)
-            change = gate.unsqueeze(-1) * layer.read.correction.to(unit.dtype)
+        if self.has_gate:
+            # Off in this layer alone is a gate of 0.
+            read = layer.read or ReadValues(unit, torch.zeros_like(unit[..., 0]), torch.zeros_like(unit))
+            query, gate = read.query.to(unit.dtype), read.gate.to(unit.dtype)
+            change = gate.unsqueeze(-1) * read.correction.to(unit.dtype)
             _append(sums, **{f"gate_{kind}": gate[getattr(kinds, kind)] for kind in ByKind.__annotations__})
         else:
             query = unit
-            read = curvature_conditioned_query(
+            nominal = curvature_conditioned_query(
                 unit[None], keys[None], NOMINAL_GATE, normalize=False, return_correction=True
             )
-            assert read.correction is not None
-            change = NOMINAL_GATE * read.correction[0]
+            assert nominal.correction is not None
+            change = NOMINAL_GATE * nominal.correction[0]
         size = relative_size(query, change)
         _append(sums, **{f"size_{kind}": size[getattr(kinds, kind)] for kind in ByKind.__annotations__})
         _append(

@@ -1,15 +1,21 @@
-"""Gate values and the size of the correction, measured on text."""
+"""Gate values and the size of the correction, measured on text; and where weight decay alone would take the gate."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ccq.data.corpora import Corpus
 from ccq.evals.results import CorrectionResult, GateResult
-from ccq.models.modeling import CCQForCausalLM
+from ccq.models.cache import fingerprint
+from ccq.models.intervention import GateValues
+from ccq.models.modeling import CCQForCausalLM, CCQPreTrainedModel
 from ccq.models.observation import observe_reads
+from ccq.nn.read import GatedReadStep
 
 HISTOGRAM_BINS = 50
 
@@ -45,7 +51,8 @@ def measure_reads(model: CCQForCausalLM, tokens: Tensor, *, batch_size: int = 16
     gate = [torch.cat(layer) for layer in zip(*gates, strict=True)]  # one [B, T, H] a layer
     size = [torch.cat(layer) for layer in zip(*sizes, strict=True)]
     edges = torch.linspace(0, 1, HISTOGRAM_BINS + 1)
-    counts = torch.histogram(torch.stack(gate).flatten().clamp(0, 1), edges).hist
+    # torch has no histogram with edges on a GPU.
+    counts = torch.histogram(torch.stack(gate).flatten().clamp(0, 1).cpu(), edges).hist
     return ReadMeasurement(
         gate={
             "mean": torch.stack(gate).mean().item(),
@@ -58,3 +65,81 @@ def measure_reads(model: CCQForCausalLM, tokens: Tensor, *, batch_size: int = 16
             "by_layer": [layer.mean().item() for layer in size],
         },
     )
+
+
+@torch.no_grad()
+def collect_gate_values(
+    model: CCQForCausalLM, tokens: Tensor, *, text: Mapping[str, Any] | None = None, batch_size: int = 8
+) -> GateValues:
+    """lambda at every token of a text, for `set_read("gate=mean")` and `set_read("gate=shuffled")`.
+
+    Args:
+        model: with a read step whose gate is learned, and with no intervention.
+        tokens: [B, T] int64, windows of text that do not see each other; S = B * T.
+        text: what they are, for whoever reads the values.
+        batch_size: windows in one call; changes the values by rounding alone.
+
+    Raises:
+        ValueError: the model has no such gate, or is changed, or does not know a token.
+    """
+    reads = model.read_steps() if isinstance(model, CCQPreTrainedModel) else []
+    if not reads or not all(isinstance(read, GatedReadStep) and isinstance(read.gate, str) for read in reads):
+        name = getattr(model.config, "arm", type(model).__name__)
+        raise ValueError(f"{name} has no gate that is learned, so there are no values to collect")
+    if any(read.is_changed for read in reads):
+        raise ValueError('the read steps are changed; collect the values of the model as it is: set_read("on")')
+    if not tokens.numel():
+        raise ValueError("there are no tokens to collect values at")
+    largest, known = int(tokens.max()), model.config.vocab_size
+    if largest >= known:
+        raise ValueError(
+            f"tokens has {largest}, but the model knows 0 ... {known - 1}: it is not the tokenizer that the model was "
+            "trained with"
+        )
+    seen: list[list[Tensor]] = [[] for _ in reads]
+    for rows in tokens.split(batch_size):
+        with observe_reads(model) as observed:
+            model(rows.to(model.device), use_cache=False, logits_to_keep=1)
+        for layer, calls in zip(seen, observed, strict=True):
+            layer.append(calls[0].gate.flatten(0, 1).float().cpu())
+    return GateValues(tuple(torch.cat(layer) for layer in seen), fingerprint(model), dict(text or {}))
+
+
+def text_windows(corpus: Corpus, tokenizer: Any, *, windows: int, length: int) -> Tensor:
+    """[windows, length] int64: the held-out documents of a corpus one after the other, each with the token that ends a
+    text behind it where the tokenizer (of transformers) has one.
+
+    Raises:
+        ValueError: they are too short.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens: list[int] = []
+    for _, text in corpus.held_out:
+        tokens += [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, *end]
+        if len(tokens) >= windows * length:
+            return torch.tensor(tokens[: windows * length]).view(windows, length)
+    raise ValueError(
+        f"the held-out part of {corpus.source} has {len(tokens)} tokens, but {windows} windows of {length} are asked "
+        "for; give more text, or ask for fewer tokens"
+    )
+
+
+def decayed_gate(learning_rates: Iterable[float], weight_decay: float, *, start: float = 0.01) -> list[float]:
+    """lambda after 0, 1, 2, ... steps of AdamW that decays the bias of a gate and has no gradient for it.
+
+    A step multiplies the bias by 1 - rate * decay (Loshchilov and Hutter, "Decoupled weight decay regularization",
+    arXiv:1711.05101), and lambda = sigmoid(bias): whatever the gate has learned is what differs from this.
+
+    Args:
+        learning_rates: of each step.
+        weight_decay: of AdamW.
+        start: lambda before the first step.
+    """
+    if not 0 < start < 1:
+        raise ValueError(f"start must be above 0 and below 1, got {start}")
+    bias = math.log(start / (1 - start))
+    curve = [start]
+    for rate in learning_rates:
+        bias *= 1 - rate * weight_decay
+        curve.append(1 / (1 + math.exp(-bias)))
+    return curve

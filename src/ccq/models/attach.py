@@ -117,6 +117,8 @@ def detach(model: ModelT) -> ModelT:
     if not _is_attached(model):
         raise ValueError("the model has no attached read step to detach; one that it was trained with belongs to it")
     mixers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "read", None), ReadStep)]
+    if isinstance(model, CCQPreTrainedModel):
+        model.set_read("on")
     for mixer in mixers:
         del mixer.read
         if isinstance(mixer, _ReadBeforeRule):
@@ -172,7 +174,7 @@ def _attach_to_own(model: CCQPreTrainedModel) -> None:
     for name, value in changes.items():
         setattr(changed, name, value)
     mixers = [block.attn for block in model.base_model.layers]
-    reads = [_beside(mixer, make_read(changed)) for mixer in mixers]
+    reads = [_beside(mixer, make_read(changed, layer)) for layer, mixer in enumerate(mixers)]
     for mixer, read in zip(mixers, reads, strict=True):
         mixer.read = read
     for name, value in changes.items():

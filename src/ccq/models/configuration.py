@@ -71,8 +71,8 @@ class CCQConfig(PreTrainedConfig):
     """Value size per head, V. Mamba2: its head size."""
     intermediate_size: int | None = 5632
     """Inner size of the SwiGLU layers; None for blocks without one, as those of Mamba2 are."""
-    gate: str | float = "presplit"
-    """The read step: form of lambda, see `ccq.nn.read.GatedReadStep`."""
+    gate: str | float | list[list[float]] = "presplit"
+    """The read step: form of lambda, see `ccq.nn.read.GatedReadStep`; or a fixed lambda for each layer and head."""
     centred: bool = True
     """The read step "ccq": covariance (True) or second moment."""
     keep_length: bool = False
@@ -111,7 +111,7 @@ class CCQConfig(PreTrainedConfig):
     def __post_init__(self, **others: Any) -> None:
         for name in others:
             if name not in _OF_TRANSFORMERS and name not in self.attribute_map and not name.startswith("_"):
-                own = _own_fields()
+                own = own_fields()
                 raise ValueError(f"unknown model option {name!r}{nearest(name, own)}; accepted: {', '.join(own)}")
         super().__post_init__(**others)
         self.check()
@@ -121,7 +121,6 @@ class CCQConfig(PreTrainedConfig):
         fields can be set in between.
         """
         parse_arm(self.arm)
-        check_gate(self.gate)
         self._check_read_options()
         for name in (
             "vocab_size hidden_size num_layers num_heads head_dim value_head_dim num_groups max_position_embeddings"
@@ -146,6 +145,7 @@ class CCQConfig(PreTrainedConfig):
                 f"short_convolution must be a kernel size for {self.backbone}; only gla and gla-hedgehog go without"
             )
         self._check_heads()
+        self._check_gate()
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -168,6 +168,18 @@ class CCQConfig(PreTrainedConfig):
                 )
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"read_options: {name} must be a whole number of at least 1, got {value!r}")
+
+    def _check_gate(self) -> None:
+        heads = self.num_groups if self.backbone == "mamba2" else self.num_heads
+        if not isinstance(self.gate, list):
+            check_gate(self.gate, heads)
+            return
+        if len(self.gate) != self.num_layers:
+            raise ValueError(f"gate must have a list for each of the {self.num_layers} layers, got {len(self.gate)}")
+        for layer, gate in enumerate(self.gate):
+            if not isinstance(gate, list):
+                raise ValueError(f"gate must have a list of {heads} numbers for layer {layer}, got {gate!r}")
+            check_gate(gate, heads)
 
     def _check_heads(self) -> None:
         if self.num_kv_heads is not None:
@@ -215,7 +227,7 @@ class CCQConfig(PreTrainedConfig):
         return super().from_dict(dict(config_dict), **kwargs)
 
 
-def _own_fields() -> list[str]:
+def own_fields() -> list[str]:
     """The names of this library's fields, in their order."""
     return [name for name in CCQConfig.__annotations__ if not name.startswith(("attribute_map", "keys_", "base_"))]
 

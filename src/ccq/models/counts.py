@@ -77,5 +77,7 @@ def _one_layer(config: CCQConfig) -> CCQForCausalLM:
     """The model with one of its blocks, which are all alike, without memory for its weights."""
     config = copy.deepcopy(config)
     config.num_layers = 1
+    if isinstance(config.gate, list):
+        config.gate = config.gate[:1]
     with torch.device("meta"):
         return CCQForCausalLM(config).eval()
