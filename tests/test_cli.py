@@ -33,7 +33,7 @@ def test_wrong_input_ends_with_one_clear_line(
     [
         (["compare"], "required: --out"),
         (["compare", "--out", "x", "--seeds", "0"], "a whole number of at least 1 is needed, got '0'"),
-        (["compare", "--out", "x", "--sedes", "2"], "unrecognized arguments: --sedes 2"),
+        (["compare", "--out", "x", "--sedes", "2"], "unrecognized arguments: --sedes"),
         (["trian"], "invalid choice: 'trian'"),
         ([], "required: COMMAND"),
     ],

@@ -28,6 +28,8 @@ LEVELS = {
     "cli": 6,
     "__main__": 7,
 }
+# Modules that everybody may import, so they may import nobody.
+FOUNDATIONS = ("files", "processes")
 # The schema of the results: the one module that rooms beside `evals` may import too.
 SCHEMA = "ccq.evals.results"
 # The read step and the write rules know nothing of each other: any of one goes with any of the other.
@@ -90,9 +92,8 @@ def judge_direction(module: str, name: str) -> str | None:
         return None
     room, other = module.split(".")[1], name.removeprefix("ccq").removeprefix(".").split(".")[0]
     if room not in LEVELS:
-        # files.py: everybody may import it, so it may import nobody.
-        return "files.py stands below everything" if room == "files" else f"give {room!r} a level in this test"
-    if other in (room, "files", "__version__"):
+        return f"{room}.py stands below everything" if room in FOUNDATIONS else f"give {room!r} a level in this test"
+    if other in (room, *FOUNDATIONS, "__version__"):
         sides = {side_of(module), side_of(name)}
         if {"read step", "write rule"} <= sides:
             return "the read step and the write rules know nothing of each other"
@@ -198,6 +199,7 @@ def check(tmp_path: Path, module: str, source: str) -> list[str]:
         ("report/html.py", "from ccq.compare.job import run"),
         ("compare/job.py", "import ccq.cli"),
         ("files.py", "from ccq.evals.results import Results"),
+        ("processes.py", "from ccq.train.loop import train"),
         ("no_such_room/a.py", "from ccq.ops.query import KeyStatistics"),
     ],
 )
@@ -224,6 +226,7 @@ def test_the_checker_catches(tmp_path: Path, module: str, source: str) -> None:
         ("report/html.py", "import pathlib\nfrom ccq import __version__\nfrom ccq.evals.results import Results"),
         ("cli.py", "def main():\n    from ccq.compare import compare"),
         ("files.py", "import json"),
+        ("evals/harness.py", "from ccq.processes import Processes"),
     ],
 )
 def test_the_checker_allows(tmp_path: Path, module: str, source: str) -> None:

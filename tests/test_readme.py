@@ -61,7 +61,9 @@ def test_what_the_read_step_costs_is_in_the_results_files() -> None:
         (ratio,) = json.loads((ROOT / f"benchmarks/results/model-h200-{backbone}.json").read_text())["ratios"]
         found[backbone] = [f"{100 * ratio[f'ccq_over_backbone_{part}'] - 100:.1f} %" for part in ("step", "prefill")]
     (step, prefill), (other_step, other_prefill) = found["gla"], found["gated-deltanet"]
-    assert f"{step} more with GLA and {other_step} with Gated DeltaNet, and prefill {prefill} and {other_prefill}" in text
+    assert (
+        f"{step} more with GLA and {other_step} with Gated DeltaNet, and prefill {prefill} and {other_prefill}" in text
+    )
 
 
 def test_the_speed_table_is_that_of_the_results_file() -> None:

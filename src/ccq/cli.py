@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_generate(commands)
     _add_eval(commands)
     _add_diagnose(commands)
+    _add_report(commands)
+    _add_gates(commands)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
@@ -60,9 +62,13 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "compare",
         help="train arms side by side and report them",
         description="Trains backbones with and without the read step on the same data, evaluates them, and writes "
-        "results.json and report.html. The same command again resumes an interrupted run or shows a finished one.",
+        "results.json and report.html; on text with hidden needles, or on the tasks of --task or GRID.yaml. The same "
+        "command again resumes an interrupted run or shows a finished one.",
     )
-    parser.add_argument("--preset", default="tiny", help="sizes and lengths: tiny (minutes) or smoke (seconds)")
+    parser.add_argument(
+        "grid", type=Path, nargs="?", metavar="GRID.yaml", help="arms x seeds x tasks, see docs/comparison.md"
+    )
+    parser.add_argument("--preset", help="sizes and lengths: tiny (minutes, default) or smoke (seconds)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where everything is written")
     parser.add_argument(
         "--arms",
@@ -74,29 +80,119 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--text", type=Path, metavar="FOLDER", help="train on these text files instead of Python's standard library"
     )
     parser.add_argument(
-        "--jobs", type=_positive, metavar="N", help="arms at a time, one thread each; default: one a processor core"
+        "--task",
+        metavar="A,B,...",
+        help="a grid of these tasks, each with models of its own: text, recall, needle, needles, frequent-needle, "
+        "frequent-words, common-words",
     )
+    parser.add_argument(
+        "--interventions",
+        nargs="*",
+        metavar="CHANGE",
+        help="also read the trained arms with the correction off, and their backbones with it put in; and in other "
+        "ways, such as scale=0.5 or gate=mean",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="runs at a time, on each device, one thread each; default: one a processor core, on a GPU at most 4",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="of a grid; default: every GPU, else the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and train nothing")
     parser.set_defaults(run=_compare)
 
 
 def _compare(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ccq.compare.run import ArmsFailed, compare
+    from ccq.compare.pool import RunsFailed
+    from ccq.compare.run import compare
     from ccq.compare.settings import compare_preset
     from ccq.report.tables import comparison_table
 
     console = Console()
-    arms = None if parsed.arms is None else tuple(parsed.arms.split(","))
-    settings = compare_preset(parsed.preset, arms=arms, seeds=parsed.seeds, text=parsed.text)
     try:
+        if parsed.grid is not None or parsed.task is not None or parsed.interventions is not None:
+            return _compare_grid(parsed, console)
+        if parsed.device is not None:
+            raise ValueError("--device is of a grid; a comparison on text alone runs on the CPU: add --task text")
+        arms = None if parsed.arms is None else tuple(parsed.arms.split(","))
+        settings = compare_preset(parsed.preset or "tiny", arms=arms, seeds=parsed.seeds, text=parsed.text)
+        if parsed.dry_run:
+            train = settings.train
+            runs = [
+                ("text", arm, seed, train.steps, train.tokens)
+                for seed in range(settings.seeds)
+                for arm in settings.arms
+            ]
+            _print_runs(console, runs)
+            return 0
         results = compare(parsed.out, settings, jobs=parsed.jobs, console=console)
-    except ArmsFailed as error:
+    except RunsFailed as error:
         print(f"ccq: {error}", file=sys.stderr)
         return 1
     console.print(comparison_table(results))
     console.print(f"Report: {parsed.out / 'report.html'}")
     return 0
+
+
+def _compare_grid(parsed: argparse.Namespace, console: Console) -> int:
+    import dataclasses
+
+    from ccq.compare.grid import GridSettings, load_grid
+    from ccq.compare.run_grid import compare_grid
+    from ccq.report.grid import grid_table
+
+    given: dict[str, Any] = {
+        "preset": parsed.preset,
+        "arms": None if parsed.arms is None else parsed.arms.split(","),
+        "seeds": parsed.seeds,
+        "tasks": None if parsed.task is None else dict.fromkeys(parsed.task.split(",")),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if parsed.grid is None:
+        given.setdefault("tasks", {"text": None})
+        if parsed.text is not None:
+            if "text" not in given["tasks"]:
+                raise ValueError("--text is what the task text is made of; add text to --task, or leave it out")
+            given["tasks"]["text"] = {"folder": str(parsed.text)}
+        settings = GridSettings.from_dict({**given, "interventions": _interventions(parsed)})
+    else:
+        if given or parsed.text is not None:
+            raise ValueError(
+                f"--preset, --arms, --seeds, --task and --text are what {parsed.grid} says; leave them out, or it"
+            )
+        settings = load_grid(parsed.grid)
+        if parsed.interventions is not None:
+            settings = settings.with_interventions(_interventions(parsed))
+    system = {"device": parsed.device, "runs_per_device": parsed.jobs}
+    changes = {name: value for name, value in system.items() if value is not None}
+    settings = dataclasses.replace(settings, system=dataclasses.replace(settings.system, **changes))
+    if parsed.dry_run:
+        _print_runs(console, settings.plan())
+        return 0
+    results = compare_grid(parsed.out, settings, console=console)
+    console.print(grid_table(results))
+    console.print(f"Report: {parsed.out / 'report.html'}")
+    return 0
+
+
+def _interventions(parsed: argparse.Namespace) -> list[str]:
+    """Those of --interventions; "off" where none is named."""
+    return [] if parsed.interventions is None else parsed.interventions or ["off"]
+
+
+def _print_runs(console: Console, runs: Sequence[tuple[str, str, int, int, int]]) -> None:
+    from rich.table import Table
+
+    table = Table("task", "arm", "seed", "steps", "tokens", box=None)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for task, arm, seed, steps, tokens in runs:
+        table.add_row(task, arm, str(seed), f"{steps:,}", f"{tokens:,}")
+    console.print(table)
+    console.print(f"{len(runs)} runs")
 
 
 def _add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -641,18 +737,21 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--load-state", type=Path, metavar="STATE", help="go on behind the text that was read there")
     parser.add_argument("--save-state", type=Path, metavar="STATE", help="write the state after the prompt")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
+    _add_read(parser)
     parser.set_defaults(run=_generate)
 
 
 def _generate(parsed: argparse.Namespace) -> int:
     import torch
 
+    from ccq.models.intervention import switch_read
     from ccq.models.modeling import load_model
     from ccq.models.text import TextStreamer, continue_text, load_tokenizer
 
     prompt = parsed.prompt if parsed.prompt_file is None else parsed.prompt_file.read_text(encoding="utf-8")
     model = load_model(parsed.model).to(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = load_tokenizer(parsed.model)
+    switch_read(model, str(parsed.model), parsed.read, parsed.gate_values)
     torch.manual_seed(parsed.seed)
     continue_text(
         model,
@@ -672,7 +771,8 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "eval",
         help="evaluate a model: perplexity by length, needles, language tasks, LongBench",
         description="Runs a suite on a model, of this library or any causal LM of transformers, and writes scores, "
-        "samples and all that moves a number to one file. The same command again goes on after an interruption.",
+        "samples and all that moves a number to one file. The same command again goes on after an interruption. Under "
+        "torchrun several processes, each with a GPU, divide the samples; the numbers are those of one.",
     )
     suites = parser.add_subparsers(required=True, metavar="SUITE", dest="suite")
     common = argparse.ArgumentParser(add_help=False)
@@ -682,7 +782,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     common.add_argument("--data", type=Path, metavar="FOLDER", help="local data instead of the hub's")
     common.add_argument("--device", help="default: cuda if torch finds a GPU, else cpu")
     common.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
-    common.add_argument("--read", choices=("on", "off"), help="switch the read steps' correction; default on")
+    _add_read(common)
     common.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
@@ -705,9 +805,9 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     needle = suites.add_parser(
         "needle",
         parents=[common],
-        help="RULER's needles in haystacks",
-        description="RULER's needle tasks at any length, by lm-eval's generator. Default: the three single-needle "
-        "tasks of the paper's table 3.",
+        help="RULER's needles in haystacks, and its tracking and counting tasks",
+        description="RULER's tasks at any length, by lm-eval's generators. Default: the three single-needle tasks of "
+        "the paper's table 3.",
     )
     _add_lengths(needle, "1024 2048 4096 8192")
     needle.add_argument(
@@ -731,6 +831,21 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=_eval)
 
 
+def _add_read(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--read",
+        metavar="CHANGE",
+        help="change the read steps' correction: off, or some of scale=X, layers=0,3-5, heads=0, gate=mean, "
+        "gate=shuffled, joined by commas; default on",
+    )
+    parser.add_argument(
+        "--gate-values",
+        type=Path,
+        metavar="FILE",
+        help="of `ccq gates`, for gate=mean and gate=shuffled; default: that in the model's folder",
+    )
+
+
 def _add_lengths(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--lengths", type=_positive, nargs="+", metavar="N", help=f"in tokens; default {default}")
 
@@ -742,32 +857,42 @@ def _eval(parsed: argparse.Namespace) -> int:
     from ccq.bench.machine import environment
     from ccq.evals.harness import load
     from ccq.evals.suites import run_suite, score_table
+    from ccq.processes import processes
 
-    console = Console()
-    loaded = load(parsed.model, device=parsed.device, dtype=parsed.dtype, read=parsed.read, bos=parsed.bos)
-    device = str(loaded.model.device)
-    if loaded.model.device.type == "cuda":
-        device = f"{device} ({torch.cuda.get_device_name(loaded.model.device)})"
-    results = run_suite(
-        parsed.suite,
-        loaded,
-        parsed.out,
-        tasks=parsed.tasks,
-        data=parsed.data,
-        batch_size=parsed.batch_size,
-        limit=parsed.limit,
-        seed=parsed.seed,
-        lengths=getattr(parsed, "lengths", None),
-        preset=getattr(parsed, "preset", None),
-        hub_essays=getattr(parsed, "hub_essays", False),
-        max_tokens=getattr(parsed, "max_tokens", None),
-        max_length=getattr(parsed, "max_length", None),
-        environment=environment(threads=torch.get_num_threads(), device=device),
-        console=console,
-    )
-    console.print(score_table(results))
-    console.print(f"Results: {parsed.out}", soft_wrap=True)
-    return 0
+    with processes() as group:
+        console = Console(quiet=not group.is_first)
+        loaded = load(
+            parsed.model,
+            device=parsed.device,
+            dtype=parsed.dtype,
+            read=parsed.read,
+            gate_values=parsed.gate_values,
+            bos=parsed.bos,
+            processes=group,
+        )
+        device = str(loaded.model.device)
+        if loaded.model.device.type == "cuda":
+            device = f"{device} ({torch.cuda.get_device_name(loaded.model.device)})"
+        results = run_suite(
+            parsed.suite,
+            loaded,
+            parsed.out,
+            tasks=parsed.tasks,
+            data=parsed.data,
+            batch_size=parsed.batch_size,
+            limit=parsed.limit,
+            seed=parsed.seed,
+            lengths=getattr(parsed, "lengths", None),
+            preset=getattr(parsed, "preset", None),
+            hub_essays=getattr(parsed, "hub_essays", False),
+            max_tokens=getattr(parsed, "max_tokens", None),
+            max_length=getattr(parsed, "max_length", None),
+            environment=environment(threads=torch.get_num_threads(), device=device),
+            console=console,
+        )
+        console.print(score_table(results))
+        console.print(f"Results: {parsed.out}", soft_wrap=True)
+        return 0
 
 
 def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -798,6 +923,7 @@ def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         choices=("float32", "bfloat16", "float16"),
         help="of the model; default: bfloat16 on a GPU, float32 on a CPU",
     )
+    _add_read(parser)
     parser.set_defaults(run=_diagnose)
 
 
@@ -810,6 +936,7 @@ def _diagnose(parsed: argparse.Namespace) -> int:
     from ccq.bench.machine import environment
     from ccq.files import write_json_atomically
     from ccq.models.auto_model import read_auto_model
+    from ccq.models.intervention import switch_read
     from ccq.report.diagnosis import headline, write_diagnosis
 
     console = Console()
@@ -818,6 +945,7 @@ def _diagnose(parsed: argparse.Namespace) -> int:
     sentences = None if parsed.text is None else sentences_of(parsed.text)
     with console.status("reading the model") as status:
         model, tokenizer = read_auto_model(parsed.model, dtype=getattr(torch, dtype), device=device)
+        switch_read(model, parsed.model, parsed.read, parsed.gate_values)
         results = diagnose(
             model,
             tokenizer,
@@ -835,6 +963,93 @@ def _diagnose(parsed: argparse.Namespace) -> int:
         write_diagnosis(results, parsed.out / "diagnosis.html")
     console.print(headline(results))
     console.print(f"Report: {parsed.out / 'diagnosis.html'}")
+    return 0
+
+
+def _add_gates(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "gates",
+        help="the gate's values on a text: their means, and a file for --read gate=mean and gate=shuffled",
+        description="Runs a model over text, prints the mean of lambda of every layer and head, and writes lambda of "
+        "every token to a file, from which --read gate=mean and --read gate=shuffled take what they put in the place "
+        "of the gate.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a model and its tokenizer, or a name of the hub")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: gate_values.safetensors in MODEL")
+    parser.add_argument(
+        "--text", type=Path, metavar="FOLDER", help="text files; default: the sources of Python's standard library"
+    )
+    parser.add_argument("--tokens", type=_positive, default=16_384, metavar="N", help="in all; default 16384")
+    parser.add_argument("--length", type=_positive, default=1024, metavar="N", help="of a window; default 1024")
+    parser.add_argument("--device", help="default: cuda if torch finds a GPU, else cpu")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument(
+        "--json", action="store_true", help="print the means as JSON, as `ccq train --set model.gate=...` takes them"
+    )
+    parser.set_defaults(run=_gates)
+
+
+def _gates(parsed: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from ccq.analysis.gate import collect_gate_values, text_windows
+    from ccq.data.corpora import read_corpus
+    from ccq.evals.harness import load
+    from ccq.models.intervention import GATE_VALUES_FILE, save_gate_values
+
+    if parsed.out is None and not Path(parsed.model).is_dir():
+        raise ValueError(f"{parsed.model} is no folder to write the values to; give --out FILE")
+    loaded = load(parsed.model, device=parsed.device, dtype=parsed.dtype)
+    corpus = read_corpus(parsed.text)
+    length = min(parsed.length, parsed.tokens)
+    tokens = text_windows(corpus, loaded.tokenizer, windows=parsed.tokens // length, length=length)
+    text = {"source": corpus.source, "sha256": corpus.sha256, "windows": len(tokens), "length": length}
+    values = collect_gate_values(loaded.model, tokens, text=text)
+    out = Path(parsed.model, GATE_VALUES_FILE) if parsed.out is None else parsed.out
+    save_gate_values(values, out)
+    means = values.means()
+    if parsed.json:
+        print(json.dumps(means))
+        return 0
+    console = Console()
+    table = Table("mean of lambda", *(f"head {head}" for head in range(len(means[0]))), box=None)
+    for layer, row in enumerate(means):
+        table.add_row(f"layer {layer}", *(f"{mean:.4f}" for mean in row))
+    console.print(table)
+    console.print(f"{tokens.numel():,} tokens of {corpus.source}: {out} ({values.digest})", soft_wrap=True)
+    return 0
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="put runs beside the paper's tables and figures",
+        description="Reads results of `ccq eval`, `ccq compare`, `ccq bench layer` and `ccq bench model`, and run "
+        "folders of `ccq train`, and writes the paper's tables and figures with their values beside the paper's own, "
+        "paired differences, and quality against cost: report.html, report.md, CSV, PNG and SVG files.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a results file, or a folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report is written")
+    parser.set_defaults(run=_report)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ccq.report.paper_report import write_paper_report
+    from ccq.report.runs import read_runs
+
+    if parsed.out.exists() and not parsed.out.is_dir():
+        raise ValueError(f"{parsed.out} is a file; --out takes the folder of the report, which is made if missing")
+    console = Console()
+    with console.status("reading"):
+        runs = read_runs(parsed.runs)
+        for finding in write_paper_report(runs, parsed.out):
+            console.print(f"- {finding.text}", markup=False, highlight=False)
+    console.print(f"Report: {parsed.out / 'report.html'}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -15,7 +15,7 @@ from tests.bench.card import Cpu
 from torch import Tensor, nn
 
 from ccq.bench import model
-from ccq.bench.model import bench_model, model_flops_share, ratios, sweep_shapes, time_first_step
+from ccq.bench.model import bench_model, ratios, sweep_shapes, time_first_step
 from ccq.bench.tables import speed_page
 from ccq.cli import main
 from ccq.models import CCQForCausalLM, preset
@@ -167,14 +167,6 @@ def test_shapes_of_a_sweep_by_hand() -> None:
     assert sweep_shapes(32_768) == [(32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16_384), (1, 32_768)]
     assert sweep_shapes(3072) == [(3, 1024)]
     assert sweep_shapes(700) == [(1, 700)]
-
-
-def test_the_share_of_the_rate_by_hand() -> None:
-    # Three passes of 2.5 GFLOP a token, 60,000 tokens a second: 450 TFLOP/s of 989.4.
-    assert model_flops_share(2_500_000_000, 60_000, "NVIDIA H200") == pytest.approx(450 / 989.4)
-    assert model_flops_share(1, 1, "NVIDIA A100-SXM4-80GB") == pytest.approx(3 / 311.9e12)
-    assert model_flops_share(1, 1, "another card") is None
-    assert model_flops_share(1, 1, None) is None
 
 
 def test_ratios_by_hand() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccq.evals.decoding import _trunk, greedy_answers
+from ccq.evals.decoding import Answer, _trunk, greedy_answers
 from ccq.evals.harness import LoadedModel
+from ccq.processes import Processes
 
 BEGINNING = [int(x) for x in torch.randint(1, 257, (70,), generator=torch.Generator().manual_seed(0))]
 
@@ -86,20 +91,53 @@ def test_an_answer_ends_at_an_end_token_or_when_it_is_enough(loaded: LoadedModel
     assert set(asked) <= set(range(len(PROMPTS)))
 
 
+class Sums:
+    """A cache that cannot be copied to several rows."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(1)
+
+
+def adder(tokens: torch.Tensor, *, use_cache: bool, cache_params: Sums | None = None) -> Any:
+    assert use_cache
+    cache = cache_params or Sums()
+    cache.sums = cache.sums + tokens.sum(dim=1)
+    logits = torch.nn.functional.one_hot(cache.sums.long() % 11, 11).float()[:, None]
+    return SimpleNamespace(logits=logits, cache_params=copy.copy(cache))
+
+
+@dataclass(frozen=True)
+class Thread(Processes):
+    """Threads in the place of processes, which meet when all have made their part."""
+
+    barrier_of_all: threading.Barrier | None = None
+    made: list[Any] = field(default_factory=list)
+
+    def gather(self, make: Callable[[], Any]) -> list[Any]:
+        assert self.barrier_of_all is not None
+        self.made[self.rank] = make()
+        self.barrier_of_all.wait(60)
+        return list(self.made)
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_several_processes_give_and_count_what_one_does(loaded: LoadedModel, count: int, batch_size: int) -> None:
+    for model, prompts in ((loaded.model, PROMPTS), (adder, [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 2, 7]])):
+
+        def ask(group: Processes, model: Any = model, prompts: Any = prompts) -> list[Answer]:
+            return greedy_answers(model, prompts, max_new_tokens=4, batch_size=batch_size, processes=group)
+
+        barrier, made = threading.Barrier(count), [None] * count
+        groups = [Thread(rank, count, barrier_of_all=barrier, made=made) for rank in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            found = list(threads.map(ask, groups))
+        assert found == [ask(Processes())] * count
+
+
 def test_a_cache_that_cannot_be_copied_to_rows_is_done_without() -> None:
-    class Cache:
-        def __init__(self) -> None:
-            self.sums = torch.zeros(1)
-
-    def model(tokens: torch.Tensor, *, use_cache: bool, cache_params: Cache | None = None) -> Any:
-        assert use_cache
-        cache = cache_params or Cache()
-        cache.sums = cache.sums + tokens.sum(dim=1)
-        logits = torch.nn.functional.one_hot(cache.sums.long() % 11, 11).float()[:, None]
-        return SimpleNamespace(logits=logits, cache_params=copy.copy(cache))
-
     prompts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]]
-    answers = greedy_answers(model, prompts, max_new_tokens=3, batch_size=2)
+    answers = greedy_answers(adder, prompts, max_new_tokens=3, batch_size=2)
     for prompt, answer in zip(prompts, answers, strict=True):
         total, tokens = sum(prompt), []
         for _ in range(3):

@@ -153,7 +153,7 @@ def test_switching_the_read_step_off(ccq_folder: Path, llama_folder: Path) -> No
     assert logits[0].equal(logits[1])
     assert not logits[1].equal(logits[2])
     assert again.equal(logits[1])
-    with pytest.raises(ValueError, match="has no read step to switch off"):
+    with pytest.raises(ValueError, match="has no read step that 'off' could be done to; leave --read out"):
         load(str(llama_folder), device="cpu", read="off")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ccq.data.ruler import NEEDLE_TASKS
+from ccq.data.ruler import NEEDLE_TASKS, SPREAD_TASKS
 from ccq.evals.harness import LoadedModel
 from ccq.evals.needle import READ_OFF_LENGTHS, needle_tasks
 from ccq.evals.results import EvalTaskResult
@@ -71,6 +72,27 @@ class Finder(nn.Module):
         return self.tokenizer.encode(said[len(begun)])[0] if len(begun) < len(said) else 0
 
 
+class Reckoner(Finder):
+    """Follows the assignments, or counts the words, of what is asked last."""
+
+    def next_token(self, text: str) -> int:
+        asked = re.fullmatch(r"(.*)\nQuestion: (.*are):(.*)", text, re.DOTALL)
+        if asked is None:
+            return 0
+        context, question, begun = asked.groups()
+        if "variables" in question:
+            holds = dict(re.findall(r"VAR (\w+) = (\d+)", context))
+            for _ in range(5):
+                holds |= {to: holds[of] for to, of in re.findall(r"VAR (\w+) = VAR (\w+)", context) if of in holds}
+            found = [name for name, value in holds.items() if value == re.findall(r"value (\d+)", question)[0]]
+        elif "coded" in question:
+            found = [word for word, _ in Counter(re.findall(r"\b[a-z]{6}\b", context)).most_common(3)]
+        else:
+            found = [word for word, _ in Counter(re.findall(r"\d\. (\S+)", context)).most_common(10)]
+        said = f" {' '.join(found)}"
+        return self.tokenizer.encode(said[len(begun)])[0] if len(begun) < len(said) else 0
+
+
 def finder(tokenizer_folder: Path, span: int) -> LoadedModel:
     tokenizer = load_tokenizer(tokenizer_folder)
     return LoadedModel("finder", Finder(tokenizer, span), tokenizer, None, bos=False)
@@ -87,6 +109,23 @@ def test_a_reader_who_sees_everything_is_always_right(ccq_folder: Path, folder: 
     result = run(finder(ccq_folder, 10**9), folder, task, samples=3)
     (score,) = result["scores"]
     assert (score["metric"], score["value"], score["samples"]) == ("accuracy", 1, 3)
+
+
+@pytest.mark.parametrize("task", SPREAD_TASKS)
+def test_a_reader_who_counts_is_always_right(ccq_folder: Path, task: str) -> None:
+    """Nothing is read from a folder, there is no depth, and the answer has as many tokens as lm-eval gives it."""
+    tokenizer = load_tokenizer(ccq_folder)
+    loaded = LoadedModel("reckoner", Reckoner(tokenizer, 0), tokenizer, None, bos=False)
+    (planned,) = needle_tasks(loaded, {task: [3000]}, samples=3, seed=0, batch_size=2)
+    result = planned.run(lambda done, of: None)
+    (score,) = result["scores"]
+    assert (score["metric"], score["value"], score["samples"]) == ("accuracy", 1, 3)
+    assert result["curves"] == []
+    assert result["data"] == {"haystack": "RULER's own"}
+    assert result["settings"]["answer_tokens"] == SPREAD_TASKS[task].answer_tokens
+    for record in result["records"]:
+        assert "depth" not in record
+        assert record["prompt_tokens"] + SPREAD_TASKS[task].answer_tokens <= 3000
 
 
 def test_a_reader_who_sees_the_end_is_right_where_it_states_the_value(ccq_folder: Path, folder: Path) -> None:

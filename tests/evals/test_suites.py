@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ccq.cli import main
 from ccq.evals.benchmarks import LANGUAGE, LONGBENCH
 from ccq.evals.results import EvalResults, read_results
 from ccq.evals.suites import EXTRAPOLATION_LENGTHS, SUITES
+from ccq.models.intervention import GATE_VALUES_FILE, load_gate_values
 
 CHOICE = {"goal": "open it", "sol1": "pull", "sol2": "push", "label": 0}
 ARC = {"question": "What?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"}
@@ -63,6 +65,43 @@ def test_extrapolation(ccq_folder: Path, folder: Path, tmp_path: Path, capsys: p
     assert other["tasks"][0]["scores"][0]["value"] != results["tasks"][0]["scores"][0]["value"]
     assert other["tasks"][0]["data"] == results["tasks"][0]["data"]
     assert [*EXTRAPOLATION_LENGTHS] == [4096, 6144, 8192, 10240, 12288, 14336, 16384, 18432, 20480]
+
+
+def test_an_intervention_is_named_and_another_one_is_refused(
+    ccq_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ccq_folder, model)
+    assert main(["gates", str(model), "--tokens", "300", "--length", "100", "--device", "cpu"]) == 0
+    assert "300 tokens of Python" in capsys.readouterr().out
+    digest = load_gate_values(model / GATE_VALUES_FILE).digest
+    arguments = ["extrapolation", str(model), "--data", str(folder), "--tasks", "mine", "--lengths", "100"]
+    scores = {}
+    for read, named in (
+        ("scale=40.0", "scale=40"),
+        ("heads=1,layers=0", "layers=0,heads=1"),
+        ("gate=mean,scale=40", f"scale=40,gate=mean,values={digest}"),
+        ("gate=shuffled", f"gate=shuffled,seed=0,values={digest}"),
+    ):
+        results, _ = evaluate(capsys, tmp_path / f"{read}.json", *arguments, "--read", read)
+        assert results["model"]["read"] == named
+        scores[read] = results["tasks"][0]["scores"][0]["value"]
+    on, _ = evaluate(capsys, tmp_path / "on.json", *arguments)
+    unchanged = on["tasks"][0]["scores"][0]["value"]
+    # The gate of a fresh model is 0.01 everywhere: its mean is itself, and so is any order of its values.
+    assert scores.pop("gate=shuffled") == pytest.approx(unchanged, rel=1e-6)
+    assert scores["gate=mean,scale=40"] == pytest.approx(scores["scale=40.0"], rel=1e-6)
+    assert all(score != pytest.approx(unchanged, rel=1e-6) for score in scores.values())
+    out = ["--out", str(tmp_path / "scale=40.0.json"), "--device", "cpu"]
+    assert main(["eval", *arguments, *out, "--read", "scale=4"]) == 2
+    assert 'model.read is "scale=40" there and "scale=4" here' in capsys.readouterr().err
+    # Other values of the gate are another intervention.
+    assert main(["gates", str(model), "--tokens", "200", "--length", "100", "--device", "cpu", "--json"]) == 0
+    means = json.loads(capsys.readouterr().out)
+    assert means == load_gate_values(model / GATE_VALUES_FILE).means()
+    out = ["--out", str(tmp_path / "gate=shuffled.json"), "--device", "cpu"]
+    assert main(["eval", *arguments, *out, "--read", "gate=shuffled"]) == 2
+    assert f'model.read is "gate=shuffled,seed=0,values={digest}" there' in capsys.readouterr().err
 
 
 def test_language(llama_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

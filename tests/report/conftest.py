@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,3 +200,48 @@ def _results(arms: Sequence[str] = ALL_ARMS, seeds: int = 1) -> dict[str, Any]:
 def build_results() -> Callable[..., dict[str, Any]]:
     """Call as build_results(arms=..., seeds=...)."""
     return _results
+
+
+RECIPE = """
+model: {preset: PRESET, num_layers: 1}
+data: {folder: DATA, length: 32}
+training: {steps: 6, tokens_per_step: 128}
+optimizer: {learning_rate: 1e-2, warmup_steps: 2}
+system: {rows: 2, dtype: float32, checkpoint_every: 3, observe_every: 3}
+"""
+BOOLQ = [{"passage": f"Fact {i}.", "question": "is it so", "label": i % 2} for i in range(6)]
+WIKITEXT = [{"page": "The cat , it sat . " * n} for n in (1, 5, 2, 3)]
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What users have: gla and gla+ccq trained by `ccq train` with two seeds in runs/ARM-SEED, evaluated by `ccq eval`
+    in results/SUITE-ARM-SEED[-off].json.
+    """
+    from ccq.cli import main
+    from ccq.data import file_source, prepare_shards
+
+    root = tmp_path_factory.mktemp("measured")
+    text = root / "text.txt"
+    text.write_text("".join(f"line {n} of a text\n" for n in range(1000)))
+    prepare_shards(root / "tokens", file_source([str(text)]), 300, held_out=0)
+    (root / "results").mkdir()
+    (root / "data").mkdir()
+    (root / "data" / "mine.txt").write_text("".join(f"line {n * n} of another text\n" for n in range(300)))
+    for name, rows in (("boolq", BOOLQ), ("wikitext", WIKITEXT)):
+        (root / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for arm in ("gla", "gla+ccq"):
+        for seed in (0, 1):
+            recipe, run = root / f"{arm}.yaml", root / "runs" / f"{arm}-{seed}"
+            recipe.write_text(RECIPE.replace("PRESET", f"{arm}-tiny").replace("DATA", str(root / "tokens")))
+            assert main(["train", str(recipe), "--out", str(run), "--set", f"training.seed={seed}"]) == 0
+            for read in ("", "-off") if "+" in arm else ("",):
+                for suite, options in (
+                    ("extrapolation", ["--tasks", "mine", "--lengths", "32", "64", "--max-tokens", "512"]),
+                    ("language", ["--tasks", "boolq", "wikitext", "--max-length", "64"]),
+                ):
+                    out = root / "results" / f"{suite}-{arm}-{seed}{read}.json"
+                    options = [*options, *(["--read", "off"] if read else [])]
+                    common = ["--data", str(root / "data"), "--device", "cpu", "--out", str(out)]
+                    assert main(["eval", suite, str(run / "model"), *options, *common]) == 0
+    return root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,8 @@ def test_what_cannot_be_is_named(tmp_path: Path, change: str, message: str) -> N
         ("model: [", "recipe.yaml is not YAML"),
         ("- 1", "must hold sections of keys and values"),
         ("model: 3", "model must be a section of keys and values, got 3"),
-        (SMALL.replace("warmup_steps: 2", ""), "the recipe lacks optimizer.warmup_steps"),
-        (SMALL.replace("system: {rows: 2}", ""), "the recipe lacks system.rows"),
+        (SMALL.replace("warmup_steps: 2", ""), "the file lacks optimizer.warmup_steps"),
+        (SMALL.replace("system: {rows: 2}", ""), "the file lacks system.rows"),
     ],
 )
 def test_files_that_cannot_be_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -129,13 +130,14 @@ def test_every_shipped_recipe_can_be_used(path: Path) -> None:
     recipe = load_recipe(path)
     config = model_config(recipe, None)
     if path.parent.name in ("tiny", "500m", "1.3b"):
-        arm = path.stem.removesuffix("-uncentred").removesuffix("-fixed-gate")
+        arm = re.sub("-(uncentred|(fixed|mean|decayed)-gate)$", "", path.stem)
         assert (config.arm, recipe.model.preset) == (arm, f"{arm}-{path.parent.name}")
     assert recipe.batch_size % recipe.system.rows == 0
 
 
 def test_there_is_a_tiny_recipe_for_every_arm() -> None:
-    assert {path.stem for path in SHIPPED if path.parent.name == "tiny"} == set(ARMS)
+    gates = {f"gla+ccq-{kind}-gate" for kind in ("fixed", "mean", "decayed")}
+    assert {path.stem for path in SHIPPED if path.parent.name == "tiny"} == {*ARMS, *gates}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from tests.train import toy
 
 from ccq.cli import main
 from ccq.data import file_source, prepare_shards
+from ccq.processes import Processes
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.config import OptimizerRecipe
-from ccq.train.distributed import Processes
 from ccq.train.metrics import read_metrics
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from tests.train import toy
 
+from ccq.processes import Processes
 from ccq.train import checkpoint, metrics
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.config import OptimizerRecipe
-from ccq.train.distributed import Processes
 from ccq.train.loop import MOST_SKIPPED, Progress
 from ccq.train.metrics import read_metrics
 

@@ -68,9 +68,9 @@ def loss_of(model: torch.nn.Module, data: Path) -> float:
 
 def test_the_exported_model_is_the_trained_one(finished: Path, data: Path) -> None:
     """Loaded by transformers alone, it gives the logits of the weights in the last checkpoint."""
+    from ccq.processes import Processes
     from ccq.train.checkpoint import Checkpoints
     from ccq.train.config import OptimizerRecipe
-    from ccq.train.distributed import Processes
     from ccq.train.engine import Engine
 
     model = AutoModelForCausalLM.from_pretrained(finished / "model").eval()

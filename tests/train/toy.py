@@ -17,14 +17,16 @@ import torch.distributed.checkpoint as dcp
 from ccq.data.loader import TokenLoader
 from ccq.data.shards import TokenArray
 from ccq.models import preset
+from ccq.processes import Processes, processes
 from ccq.train import checkpoint
 from ccq.train.config import OptimizerRecipe
-from ccq.train.distributed import Processes, processes
 from ccq.train.engine import Engine, initial_model
+from ccq.train.held_out import HeldOutWindows
 from ccq.train.loop import Outcome, Schedule, train
 
 LENGTH, VOCABULARY, STEPS, BATCH = 16, 61, 6, 4
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 4000).astype(np.uint16)
+HELD_OUT = np.random.default_rng(1).integers(0, VOCABULARY, 300).astype(np.uint16)
 OPTIMIZER = OptimizerRecipe(learning_rate=1e-2, warmup_steps=3)
 
 
@@ -44,15 +46,44 @@ def make_loader(group: Processes | None = None, *, rows: int = 2) -> TokenLoader
     )
 
 
+def make_held_out(group: Processes | None = None, *, rows: int = 2, pack_documents: bool = False) -> HeldOutWindows:
+    """Seven windows: the last batches of two processes are a smaller one and one without anything that counts."""
+    group = group or Processes()
+    return HeldOutWindows(
+        TokenArray(HELD_OUT, document_starts=[0, 5, 6, 40, 64, 100]),
+        length=LENGTH,
+        tokens=7 * LENGTH + 3,
+        rows=rows,
+        process=group.rank,
+        processes=group.count,
+        pack_documents=pack_documents,
+    )
+
+
 def run(folder: Path, group: Processes | None = None, *, rows: int = 2, **changes: Any) -> tuple[Engine, Outcome]:
     """Train it in a folder, with a checkpoint after every step unless told otherwise."""
-    names = ("steps", "checkpoint_every", "log_every", "observe_every", "keep_checkpoints", "stop_after")
+    names = (
+        "steps",
+        "checkpoint_every",
+        "log_every",
+        "observe_every",
+        "keep_checkpoints",
+        "stop_after",
+        "evaluate_every",
+    )
     schedule = {"steps": STEPS, "checkpoint_every": 1, "log_every": 1, "observe_every": 3}
     schedule |= {name: changes.pop(name) for name in names if name in changes}
     options = {name: changes.pop(name) for name in ("say", "asked_to_stop", "on_progress") if name in changes}
     engine = changes.pop("engine", None) or make_engine(group, **changes)
+    held_out = make_held_out(group, rows=rows)
     outcome = train(
-        engine, make_loader(group, rows=rows), folder, Schedule(**schedule), length=lambda step: LENGTH, **options
+        engine,
+        make_loader(group, rows=rows),
+        folder,
+        Schedule(**schedule),
+        length=lambda step: LENGTH,
+        held_out_loss=lambda: engine.measure(held_out.batches()),
+        **options,
     )
     return engine, outcome
 

@@ -41,13 +41,7 @@ def measure_reads(model: CCQForCausalLM, tokens: Tensor, *, batch_size: int = 16
             model(rows, use_cache=False, logits_to_keep=1)
         seen = [layer[0] for layer in observed]
         gates.append([read.gate.float() for read in seen])
-        sizes.append(
-            [
-                (read.gate.float() * read.correction.norm(dim=-1)).abs()
-                / read.query.float().norm(dim=-1).clamp(min=1e-12)
-                for read in seen
-            ]
-        )
+        sizes.append([read.relative_size for read in seen])
     gate = [torch.cat(layer) for layer in zip(*gates, strict=True)]  # one [B, T, H] a layer
     size = [torch.cat(layer) for layer in zip(*sizes, strict=True)]
     edges = torch.linspace(0, 1, HISTOGRAM_BINS + 1)

@@ -30,6 +30,7 @@ from ccq.bench.machine import environment, gpu_environment
 from ccq.bench.measure import WARMUP, Card, Measurement, brief, mebibytes, milliseconds, rounds, run_afresh, wall_timer
 from ccq.models import CCQConfig, CCQForCausalLM, parse_arm, preset
 from ccq.models.counts import flops_per_token
+from ccq.models.utilization import card_peak_flops, model_flops_utilization, training_flops_per_token
 from ccq.ops import flash_linear_attention
 
 SCHEMA = "ccq-bench-model/1"
@@ -37,8 +38,6 @@ ARMS = ("gla", "gla+ccq", "gated-deltanet", "gated-deltanet+ccq")
 SWEEP_ARMS = (*ARMS, "transformer", "mamba2")
 SHORTEST = 1024
 """Tokens of the shortest rows of a sweep."""
-PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 311.9e12}
-"""Dense bfloat16 products a second, from NVIDIA's data sheets (SXM boards)."""
 LEARNING_RATE = 1e-4
 
 
@@ -100,16 +99,6 @@ def _model_of_the_package(config: CCQConfig) -> nn.Module:
         made = models.GatedDeltaNetForCausalLM(models.GatedDeltaNetConfig(**common, **widths))
     model: nn.Module = made
     return model
-
-
-def model_flops_share(flops: int, tokens_per_second: float, card: str | None) -> float | None:
-    """Part of the card's dense bfloat16 rate that a training step uses: three forward passes of `flops` for each token.
-    None for a card whose rate is not listed.
-    """
-    for name, peak in PEAK_FLOPS.items():
-        if card is not None and name in card:
-            return 3 * flops * tokens_per_second / peak
-    return None
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -209,9 +198,12 @@ class ModelMeasurement(Measurement):
         else:
             row["tokens_per_second"] = rows * tokens / (row["step"]["median_ms"] / 1000)
             if name != PACKAGE:
-                flops = flops_per_token(subject.config, context=tokens // 2)
-                share = model_flops_share(flops, row["tokens_per_second"], self.figures["gpu"]["card"])
-                row |= {"flops_per_token": flops, "flops_share": share}
+                row["flops_per_token"] = flops_per_token(subject.config, context=tokens // 2)
+                row["flops_share"] = model_flops_utilization(
+                    training_flops_per_token(subject.config, tokens),
+                    row["tokens_per_second"],
+                    card_peak_flops(self.figures["gpu"]["card"] or ""),
+                )
             self.say(
                 f"  {name:<22}{milliseconds(row['step']['median_ms']):>10} ms a step"
                 f"{row['tokens_per_second']:>12,.0f} tokens/s{mebibytes(row['peak_bytes']):>12} MiB peak"

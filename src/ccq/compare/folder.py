@@ -8,6 +8,14 @@
     results.json             every figure; written last
     report.html, figure.png
 
+and of a grid of them:
+
+    grid.json                what was asked for first
+    tasks/TASK/arms/ARM-seedS/
+                             training/, model/ and result.json as above; readings.json: read in other ways
+    tasks/TASK/              corpus.json, tokenizer.json, train.npy, held_out.npy of a task on text
+    results.json, report.html, figure.png
+
 Every file is whole or absent, so that a comparison killed at any moment goes on where it was.
 """
 
@@ -15,13 +23,16 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ccq.compare.grid import Cell, GridSettings
 from ccq.compare.settings import CompareSettings
 from ccq.data.corpora import read_corpus
 from ccq.data.tokenizer import TokenizedCorpus, Tokenizer, tokenize, train_tokenizer
@@ -57,30 +68,7 @@ class RunFolder:
         Raises:
             ValueError: it holds a comparison with other settings (the message names them), or something else.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file; --out takes the folder of a comparison, which is made if missing")
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / "settings.json"
-        asked = json.loads(json.dumps(settings.to_dict()))
-        if not file.exists():
-            strangers = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
-            if strangers:
-                raise ValueError(
-                    f"{self.path} holds other files ({', '.join(strangers[:5])}) and no comparison; choose an empty or "
-                    "new folder with --out"
-                )
-            write_json_atomically(file, asked)
-            return
-        try:
-            found = json.loads(file.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{file} is damaged ({error}); delete {self.path} or choose another --out") from error
-        different = setting_differences(found, asked)
-        if different:
-            raise ValueError(
-                f"{self.path} holds a comparison with other settings: {'; '.join(different)}. Choose another --out, or "
-                "delete the folder"
-            )
+        _claim(self.path, "settings.json", settings.to_dict(), "comparison")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -127,3 +115,85 @@ class RunFolder:
 
     def tokens(self) -> TokenizedCorpus:
         return TokenizedCorpus(np.load(self.path / "train.npy"), np.load(self.path / "held_out.npy"))
+
+
+@dataclass(frozen=True)
+class GridFolder:
+    """The folder of a grid."""
+
+    path: Path
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def figure(self) -> Path:
+        return self.path / "figure.png"
+
+    def text(self, task: str) -> RunFolder:
+        """Where the text of a task lies, and its runs."""
+        return RunFolder(self.path / "tasks" / task)
+
+    def cell(self, cell: Cell) -> Path:
+        """The folder of one trained model."""
+        return self.text(cell.task).arm(cell.arm, cell.seed)
+
+    def claim(self, settings: GridSettings) -> None:
+        """Make the folder this grid's, or find that it already is. Interventions may be others than before: trained
+        models are evaluated with those that are new.
+
+        Raises:
+            ValueError: it holds a grid with other settings (the message names them), or something else.
+        """
+        _claim(self.path, "grid.json", what_is_learned(settings), "grid")
+
+    def release(self) -> None:
+        """Undo `claim` where a text could not be prepared and nothing was trained."""
+        if not list(self.path.glob("tasks/*/arms")):
+            shutil.rmtree(self.path / "tasks", ignore_errors=True)
+            (self.path / "grid.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process, as `RunFolder.locked` does."""
+        with lock_folder(self.path, "grid"):
+            yield
+
+
+def what_is_learned(settings: GridSettings) -> dict[str, Any]:
+    """A grid's settings without what trained models do not depend on."""
+    values = settings.to_dict()
+    return {name: value for name, value in values.items() if name not in ("interventions", "system")}
+
+
+def _claim(path: Path, name: str, settings: dict[str, Any], activity: str) -> None:
+    """Write the settings of a comparison or a grid into its folder, or find that they are there."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; --out takes the folder of a {activity}, which is made if missing")
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / name
+    asked = json.loads(json.dumps(settings))
+    if not file.exists():
+        strangers = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+        if strangers:
+            raise ValueError(
+                f"{path} holds other files ({', '.join(strangers[:5])}) and no {activity}; choose an empty or new "
+                "folder with --out"
+            )
+        write_json_atomically(file, asked)
+        return
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); delete {path} or choose another --out") from error
+    different = setting_differences(found, asked)
+    if different:
+        raise ValueError(
+            f"{path} holds a {activity} with other settings: {'; '.join(different)}. Choose another --out, or delete "
+            "the folder"
+        )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
-import queue
+import functools
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ccq.bench.machine import cores, environment
-from ccq.compare.arm import ArmEvent, arm_is_done, read_arm_result, run_arm
+from ccq.bench.machine import environment
+from ccq.compare.arm import arm_is_done, read_arm_result, run_arm
 from ccq.compare.folder import RunFolder
+from ccq.compare.pool import Job, devices_for, run_jobs
 from ccq.compare.settings import CompareSettings
 from ccq.compare.speed import add_speeds, measure_speeds
 from ccq.evals.results import (
@@ -30,10 +29,6 @@ from ccq.report.figures import figure_png
 from ccq.report.html import write_report
 
 
-class ArmsFailed(RuntimeError):
-    """Some arms did not finish; what the others found is kept, and the same command tries them again."""
-
-
 def compare(
     out: Path, settings: CompareSettings, *, jobs: int | None = None, console: Console | None = None
 ) -> CompareResults:
@@ -47,7 +42,7 @@ def compare(
 
     Raises:
         ValueError: the folder belongs to other settings, another process is using it, or the text cannot be used.
-        ArmsFailed: some arms ended with an error.
+        RunsFailed: some arms ended with an error.
     """
     console = Console() if console is None else console
     folder = RunFolder(out)
@@ -63,7 +58,7 @@ def compare(
             except ValueError:
                 folder.release()
                 raise
-            _run_arms(folder, settings, cores() if jobs is None else jobs, console)
+            run_jobs(arm_jobs(folder, settings), devices=devices_for("cpu"), runs_per_device=jobs, console=console)
             with console.status("Measuring the speed of the arms in turn"):
                 results = _collect(folder, settings)
             write_results(folder.results, results)
@@ -72,86 +67,18 @@ def compare(
     return results
 
 
-def _run_arms(folder: RunFolder, settings: CompareSettings, jobs: int, console: Console) -> None:
-    """Run all arms that are not done, `jobs` at a time, seed after seed so that pairs are complete early."""
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
-    waiting = [
-        (arm, seed) for seed in range(settings.seeds) for arm in settings.arms if not arm_is_done(folder, arm, seed)
-    ]
-    # A process of its own for each arm, that of an interpreter which has only imported: no state is shared, and the
-    # figures do not depend on what ran before. With "forkserver" the imports, which take seconds, are made once.
-    methods = multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload(["ccq.compare.arm"])
-    events: Any = context.Queue()
-    running: dict[tuple[str, int], Any] = {}
-    failures: list[str] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        bars: dict[tuple[str, int], TaskID] = {}
-        for arm, seed in waiting:
-            name = arm if settings.seeds == 1 else f"{arm}, seed {seed}"
-            bars[arm, seed] = progress.add_task(name, total=settings.train.steps, start=False, note="waiting")
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    key = waiting.pop(0)
-                    arguments = (str(folder.path), settings, *key, events)
-                    running[key] = context.Process(target=run_arm, args=arguments, daemon=True)
-                    running[key].start()
-                    progress.start_task(bars[key])
-                    progress.update(bars[key], note="starting")
-                ended = [key for key, process in running.items() if not process.is_alive()]
-                _show_events(events, progress, bars, failures)
-                for key in ended:
-                    process = running.pop(key)
-                    process.join()
-                    if not arm_is_done(folder, *key) and not any(line.startswith(_title(*key)) for line in failures):
-                        failures.append(f"{_title(*key)}: its process ended with exit code {process.exitcode}")
-                        progress.update(bars[key], note="[red]failed")
-        finally:
-            for process in running.values():
-                process.terminate()
-                process.join()
-    if failures:
-        raise ArmsFailed(
-            "Some arms did not finish:\n  "
-            + "\n  ".join(failures)
-            + "\nThe same command runs them again, the others are kept."
+def arm_jobs(folder: RunFolder, settings: CompareSettings) -> list[Job]:
+    """A run for every arm and seed, seed after seed so that pairs are complete early."""
+    return [
+        Job(
+            f"{arm}, seed {seed}",
+            settings.train.steps,
+            functools.partial(run_arm, str(folder.path), settings, arm, seed),
+            functools.partial(arm_is_done, folder, arm, seed),
         )
-
-
-def _title(arm: str, seed: int) -> str:
-    return f"{arm}, seed {seed}"
-
-
-def _show_events(events: Any, progress: Progress, bars: dict[tuple[str, int], TaskID], failures: list[str]) -> None:
-    """Show what the arms tell; waits a moment for the first event and then takes all that are there."""
-    wait = 0.2
-    while True:
-        try:
-            event: ArmEvent = events.get(timeout=wait)
-        except queue.Empty:
-            return
-        wait = 0.01
-        bar = bars[event.arm, event.seed]
-        if event.kind == "training":
-            progress.update(bar, completed=event.step, note=event.text)
-        elif event.kind == "evaluating":
-            progress.update(bar, completed=event.step, note="evaluating")
-        elif event.kind == "done":
-            progress.update(bar, note="done")
-            progress.stop_task(bar)
-        else:
-            failures.append(f"{_title(event.arm, event.seed)}: {event.text}")
-            progress.update(bar, note="[red]failed")
+        for seed in range(settings.seeds)
+        for arm in settings.arms
+    ]
 
 
 def _collect(folder: RunFolder, settings: CompareSettings) -> CompareResults:

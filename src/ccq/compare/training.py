@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ccq.data.needles import NeedleBatch, training_batch
 from ccq.data.tokenizer import NeedleVocabulary
 from ccq.evals.results import TrainingPoint
 from ccq.models.configuration import CCQConfig
+from ccq.processes import Processes
 from ccq.train.config import OptimizerRecipe
 from ccq.train.engine import Engine, TargetBatch, initial_model
-from ccq.train.loop import METRICS_FILE, Outcome, Progress, Schedule, train
+from ccq.train.loop import METRICS_FILE, BatchSource, Outcome, Progress, Schedule, train
 from ccq.train.metrics import read_metrics
+
+_CPU = torch.device("cpu")
+
+
+class AnyStage(Protocol):
+    """A part of a curriculum: `steps` optimizer steps on batches of `batch_size` rows of `length` tokens."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+
+
+StageType = TypeVar("StageType", bound=AnyStage)
+
+
+def stage_at(stages: Sequence[StageType], step: int) -> StageType:
+    """The stage of step `step`, counted from 0."""
+    for stage in stages:
+        if step < stage.steps:
+            return stage
+        step -= stage.steps
+    return stages[-1]
+
+
+def tokens_before(stages: Sequence[AnyStage], step: int) -> int:
+    """Tokens read in the first `step` steps."""
+    tokens = 0
+    for stage in stages:
+        steps = min(step, stage.steps)
+        tokens += steps * stage.batch_size * stage.length
+        step -= steps
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -96,20 +133,11 @@ class TrainConfig:
 
     def stage_at(self, step: int) -> Stage:
         """The stage of step `step`, counted from 0."""
-        for stage in self.stages:
-            if step < stage.steps:
-                return stage
-            step -= stage.steps
-        return self.stages[-1]
+        return stage_at(self.stages, step)
 
     def tokens_before(self, step: int) -> int:
         """Tokens read in the first `step` steps."""
-        tokens = 0
-        for stage in self.stages:
-            steps = min(step, stage.steps)
-            tokens += steps * stage.batch_size * stage.length
-            step -= steps
-        return tokens
+        return tokens_before(self.stages, step)
 
 
 class NeedleSteps:
@@ -170,24 +198,54 @@ def train_arm(
     folder: Path,
     *,
     seed: int,
+    device: torch.device = _CPU,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Engine, Outcome, list[TrainingPoint]]:
-    """Train one model, going on from the newest checkpoint in `folder`. Returns it with its training curve.
+    """Train one arm, going on from the newest checkpoint in `folder`. Returns it with its training curve."""
+    engine, outcome = train_stages(
+        model_config,
+        config.optimizer(),
+        config.stages,
+        steps,
+        folder,
+        seed=seed,
+        log_every=config.log_every,
+        checkpoint_every=config.checkpoint_every,
+        device=device,
+        on_progress=on_progress,
+    )
+    return engine, outcome, _curve(folder / METRICS_FILE, config)
+
+
+def train_stages(
+    model_config: CCQConfig,
+    optimizer: OptimizerRecipe,
+    stages: Sequence[AnyStage],
+    batches: BatchSource,
+    folder: Path,
+    *,
+    seed: int,
+    log_every: int,
+    checkpoint_every: int,
+    device: torch.device,
+    on_progress: Callable[[Progress], None],
+) -> tuple[Engine, Outcome]:
+    """Train one model through the stages of a curriculum, going on from the newest checkpoint in `folder`.
 
     An interrupted run that goes on ends bit-equal to one that was never interrupted.
     """
-    engine = Engine(initial_model(model_config, seed), config.optimizer())
+    engine = Engine(initial_model(model_config, seed, device), optimizer, Processes(device=device))
     schedule = Schedule(
-        steps=config.steps,
-        checkpoint_every=config.checkpoint_every,
-        log_every=config.log_every,
-        observe_every=config.log_every,
+        steps=sum(stage.steps for stage in stages),
+        checkpoint_every=checkpoint_every,
+        log_every=log_every,
+        observe_every=log_every,
         keep_checkpoints=1,
     )
     outcome = train(
-        engine, steps, folder, schedule, length=lambda step: config.stage_at(step).length, on_progress=on_progress
+        engine, batches, folder, schedule, length=lambda step: stage_at(stages, step).length, on_progress=on_progress
     )
-    return engine, outcome, _curve(folder / METRICS_FILE, config)
+    return engine, outcome
 
 
 def _curve(metrics: Path, config: TrainConfig) -> list[TrainingPoint]:

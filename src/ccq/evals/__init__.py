@@ -2,6 +2,7 @@
 
 from ccq.evals.needle import NeedleOutcome, evaluate_needles, summarize_by_depth, summarize_by_length
 from ccq.evals.perplexity import EvaluatedModel, evaluate_perplexity
+from ccq.evals.recall import evaluate_recall
 from ccq.evals.results import CompareResults, paired_differences, read_results, write_results
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "NeedleOutcome",
     "evaluate_needles",
     "evaluate_perplexity",
+    "evaluate_recall",
     "paired_differences",
     "read_results",
     "summarize_by_depth",

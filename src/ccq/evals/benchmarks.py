@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -300,6 +301,11 @@ def _score(metric: str, values: Sequence[Any]) -> EvalScore:
     return mean_score(metric, [float(value) for value in values])
 
 
+def _of_its_process(scores: Sequence[tuple[float, bool]]) -> tuple[float, bool]:
+    """The score of the process that asked the model; the others have NaN."""
+    return next((score for score in scores if not math.isnan(score[0])), scores[0])
+
+
 @functools.cache
 def _harness_model() -> Any:
     """lm-eval's class for models of transformers, made to take ours."""
@@ -333,6 +339,8 @@ def _harness_model() -> Any:
                 add_bos_token=loaded.bos,
             )
             self.loaded, self.truncation_side, self.advance = loaded, truncation_side, advance
+            self.rows_of_a_call, self.calls = batch_size, 0
+            self.vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
             self.requests = self.truncated = self.answered = 0
             self.bos = loaded.bos
             self.set_cache_hook(self)
@@ -350,18 +358,43 @@ def _harness_model() -> Any:
             self.requests += len(requests)
             # A text is read in windows, before the first of which lm-eval puts the first token itself.
             self.bos = False
+            # All windows in one call of `_loglikelihood_tokens`, which divides them into batches. What lm-eval shares
+            # between equal texts is meant for choices of one token, and mixes up windows that are scored differently.
+            self.batch_size_per_gpu, self.logits_cache = sys.maxsize, False
             try:
                 return super().loglikelihood_rolling(requests, disable_tqdm=True)
             finally:
                 self.bos = self.loaded.bos
+                self.batch_size_per_gpu, self.logits_cache = self.rows_of_a_call, True
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
             self.requests += len(requests)
-            return super().generate_until(requests, disable_tqdm=True)
+            self.calls = 0
+            answer = functools.partial(super().generate_until, requests, disable_tqdm=True)
+            # Only the process that asked the model has more than an empty answer.
+            return ["".join(answers) for answers in zip(*self.loaded.processes.gather(answer), strict=True)]
 
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             self.truncated += sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
-            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+            self.batch_size_per_gpu = self.rows_of_a_call
+            self.calls = 0
+            score = functools.partial(super()._loglikelihood_tokens, requests, *args, **kwargs)
+            return [_of_its_process(scores) for scores in zip(*self.loaded.processes.gather(score), strict=True)]
+
+        def _is_own_call(self) -> bool:
+            """Whether this call of the model, by its number, falls to this process. lm-eval goes through all of them in
+            every process, with the same batches, so that no number depends on how many processes there are.
+            """
+            self.calls += 1
+            return (self.calls - 1) % self.loaded.processes.count == self.loaded.processes.rank
+
+        def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._is_own_call():
+                return super()._model_call(inps, *args, **kwargs)
+            return torch.full((1, 1, 1), math.nan, device=inps.device).expand(*inps.shape, self.vocabulary)
+
+        def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super()._model_generate(context, *args, **kwargs) if self._is_own_call() else context
 
         def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
             return self.loaded.encode(string, bos=self.bos)

@@ -1,5 +1,5 @@
 """Greedy answers to long prompts: prompts are read in pieces, what several of them begin with is read once, and rows of
-a batch have equal lengths, so that nothing is padded.
+a batch have equal lengths, so that nothing is padded. Several processes divide the batches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ccq.evals.perplexity import evaluation_mode
+from ccq.processes import Processes
 
 PREFILL_TOKENS = 32_768
 """Tokens of one call, over all rows: bounds the memory that a prompt of any length takes beside the model's state."""
@@ -46,12 +47,16 @@ def greedy_answers(
     is_enough: Callable[[int, list[int]], bool] = lambda number, tokens: False,
     on_answers: Callable[[int], None] = lambda count: None,
     prefill_tokens: int = PREFILL_TOKENS,
+    processes: Processes | None = None,
 ) -> list[Answer]:
     """The most likely token, again and again, after each prompt.
 
     An answer does not depend on the prompts beside it but for rounding. Where the model's cache can be copied to
     several rows, prompts are read along a trunk: one of them, whose state is copied where others leave it. Every token
     of a prompt passes through the model exactly once, whether in the trunk or behind it.
+
+    Several processes take the batches in turn, so the answers are those of one process bit for bit. Each of them reads
+    the trunk for itself, in the same pieces; `Answer.read` counts it once.
 
     Args:
         model: a causal LM of transformers, this library's among them.
@@ -62,6 +67,7 @@ def greedy_answers(
         is_enough: told a prompt's number and its answer so far, ends it there.
         on_answers: told how many answers a batch has given.
         prefill_tokens: tokens of one call, over all rows.
+        processes: with the same model, all of which call this; None for this one alone.
 
     Raises:
         ValueError: a prompt is empty, a number is not positive, the model gives NaN, or it gives back no cache.
@@ -75,28 +81,39 @@ def greedy_answers(
             raise ValueError(f"{name} is {given}; give at least 1")
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt is empty; give at least one token")
-    reader = _Reader(model, prefill_tokens)
     rows = [np.array(prompt, dtype=np.int64) for prompt in prompts]
-    answers: dict[int, Answer] = {}
-    with evaluation_mode(model) as device:
-        trunk, shared = _trunk(rows)
-        stem = _Stem(reader, torch.from_numpy(rows[trunk][None]).to(device))
-        for common, numbers in _batches(rows, shared, batch_size):
-            batch = torch.from_numpy(np.stack([rows[number] for number in numbers])).to(device)
-            before, cache = reader.read, stem.branch(common, len(batch))
-            logits, cache = reader(batch if cache is None else batch[:, common:], cache)
-            read = (reader.read - before) / len(batch)
-            found = _decode(
-                reader,
-                logits,
-                cache,
-                numbers,
-                max_new_tokens=max_new_tokens,
-                end_tokens=end_tokens,
-                is_enough=is_enough,
-            )
-            answers |= {number: Answer(tokens, read) for number, tokens in zip(numbers, found, strict=True)}
-            on_answers(len(batch))
+    group = processes or Processes()
+
+    def own_answers() -> dict[int, Answer]:
+        reader, answers = _Reader(model, prefill_tokens), dict[int, Answer]()
+        with evaluation_mode(model) as device:
+            trunk, shared = _trunk(rows)
+            batches = _batches(rows, shared, batch_size)
+            stem = _Stem(reader, torch.from_numpy(rows[trunk][None]).to(device))
+            own = range(group.rank, len(batches), group.count)
+            for place in range(own[-1] + 1 if own else 0):
+                common, numbers = batches[place]
+                if place not in own:
+                    stem.follow(common, len(numbers))
+                    continue
+                batch = torch.from_numpy(np.stack([rows[number] for number in numbers])).to(device)
+                before, cache = reader.read, stem.branch(common, len(batch))
+                logits, cache = reader(batch if cache is None else batch[:, common:], cache)
+                read = (reader.read - before) / len(batch)
+                found = _decode(
+                    reader,
+                    logits,
+                    cache,
+                    numbers,
+                    max_new_tokens=max_new_tokens,
+                    end_tokens=end_tokens,
+                    is_enough=is_enough,
+                )
+                answers |= {number: Answer(tokens, read) for number, tokens in zip(numbers, found, strict=True)}
+                on_answers(len(batch))
+        return answers
+
+    answers = {number: answer for found in group.gather(own_answers) for number, answer in found.items()}
     return [answers[number] for number in range(len(prompts))]
 
 
@@ -153,17 +170,16 @@ class _Stem:
 
     def __init__(self, reader: _Reader, row: torch.Tensor) -> None:
         self.reader, self.row, self.position, self.cache = reader, row, 0, None
-        self.can_branch = True
+        self.can_branch: bool | None = None
+        """Whether the model's cache can be copied to several rows; None as long as that is not known."""
 
     def branch(self, position: int, rows: int) -> Any:
         """A cache of `rows` copies of what the row holds before `position`, which never decreases; None for nothing,
         or where the model's cache cannot be copied.
         """
-        if position == 0 or not self.can_branch:
+        if position == 0 or self.can_branch is False:
             return None
-        if position > self.position:
-            _, self.cache = self.reader(self.row[:, self.position : position], self.cache)
-            self.position = position
+        self._advance(position)
         copied: Any = copy.deepcopy(self.cache)
         if rows > 1:
             try:
@@ -171,7 +187,20 @@ class _Stem:
             except (AttributeError, NotImplementedError):
                 self.can_branch = False
                 return None
+            self.can_branch = True
         return copied
+
+    def follow(self, position: int, rows: int) -> None:
+        """Come to the same state as by `branch`, for a batch of another process."""
+        if self.can_branch:
+            self._advance(position)
+        else:
+            self.branch(position, rows)
+
+    def _advance(self, position: int) -> None:
+        if position > self.position:
+            _, self.cache = self.reader(self.row[:, self.position : position], self.cache)
+            self.position = position
 
 
 def _trunk(rows: Sequence[NDArray[np.int64]]) -> tuple[int, NDArray[np.int64]]:

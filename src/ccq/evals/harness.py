@@ -13,7 +13,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,9 @@ from ccq.evals.results import (
 )
 from ccq.files import setting_differences
 from ccq.models.cache import fingerprint
+from ccq.models.configuration import CCQConfig, own_fields
+from ccq.models.training_record import read_training_record
+from ccq.processes import Processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,8 +67,10 @@ class LoadedModel:
         name: folder or hub name, as given.
         model: a causal LM of transformers, in eval mode on its device.
         tokenizer: of transformers.
-        read: how the read steps run: "on", "off", or None for a model without any.
+        read: the intervention on its read steps as `ReadIntervention` prints it, "on" for none; None for a model
+            without read steps.
         bos: put the tokenizer's first token before every text.
+        processes: that hold the same model and share its work.
     """
 
     name: str
@@ -73,6 +78,7 @@ class LoadedModel:
     tokenizer: Any
     read: str | None
     bos: bool
+    processes: Processes = field(default_factory=Processes)
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Token ids; special tokens of the tokenizer's own are left out, but for the first one where `bos` says so
@@ -109,6 +115,8 @@ class LoadedModel:
         """For a results file."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         content = json.dumps(self.tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+        config, record = self.model.config, read_training_record(self.name)
+        is_ours = isinstance(config, CCQConfig)
         return {
             "name": self.name,
             "type": type(self.model).__name__,
@@ -118,11 +126,20 @@ class LoadedModel:
             "weights": fingerprint(self.model),
             "tokenizer": hashlib.sha256(content.encode()).hexdigest(),
             "vocabulary": len(self.tokenizer),
+            "configuration": {name: getattr(config, name) for name in own_fields()} if is_ours else None,
+            "training": None if record is None else {**record},
         }
 
 
 def load(
-    name: str, *, device: str | None = None, dtype: str | None = None, read: str | None = None, bos: bool | None = None
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    read: str | None = None,
+    gate_values: Path | None = None,
+    bos: bool | None = None,
+    processes: Processes | None = None,
 ) -> LoadedModel:
     """Load a model for evaluation.
 
@@ -131,13 +148,16 @@ def load(
             transformers.
         device: default cuda if torch finds a GPU, else cpu.
         dtype: of the weights; default bfloat16 on a GPU, float32 on a CPU.
-        read: "on" or "off" for a model with a read step; None for "on" where there is one.
+        read, gate_values: see `ccq.models.intervention.switch_read`.
         bos: put the tokenizer's first token before every text; None does what the tokenizer does by itself.
+        processes: that load it too, each for itself, and share its work; None for this one alone.
 
     Raises:
-        ValueError: there is no such model, or it has no read step or no first token to be set.
+        ValueError: there is no such model, or it has no read step that this could be done to, or no first token to be
+            set.
     """
     from ccq.models.auto_model import read_auto_model
+    from ccq.models.intervention import switch_read
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -145,17 +165,13 @@ def load(
     if dtype not in accepted:
         raise ValueError(f"dtype is {dtype!r}; accepted are {', '.join(accepted)}")
     model, tokenizer = read_auto_model(name, dtype=getattr(torch, dtype), device=device)
-    reads = model.read_steps() if hasattr(model, "read_steps") else []
-    if read is not None:
-        if not reads:
-            raise ValueError(f"model {name!r} has no read step to switch {read}; leave the switch out")
-        model.set_read(read)
+    read = switch_read(model, name, read, gate_values)
     first = tokenizer.bos_token_id
     if bos and first is None:
         raise ValueError(f"the tokenizer of {name!r} has no token that begins a text; leave --bos out")
     if bos is None:
         bos = first is not None and tokenizer("a").input_ids[:1] == [first]
-    return LoadedModel(name, model, tokenizer, (read or "on") if reads else None, bos)
+    return LoadedModel(name, model, tokenizer, read, bos, processes or Processes())
 
 
 @dataclass(frozen=True)
@@ -178,6 +194,9 @@ def run_tasks(
     console: Console,
 ) -> EvalResults:
     """Run the tasks that `out` does not hold yet, and write it after each.
+
+    Every process of the model must call it. The tasks divide the work among them so that all numbers are those of one
+    process, and the first process reads and writes the file.
 
     Args:
         out: the results file. If it is there, it must be of the same model, settings and versions.
@@ -207,9 +226,8 @@ def run_tasks(
         "tasks": [],
         "summary": [],
     }
-    if out.exists():
-        results = _resumed(out, results)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    processes = loaded.processes
+    results = processes.from_first(functools.partial(_begun, out, results))
     done = {task["task"] for task in results["tasks"]}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -223,14 +241,14 @@ def run_tasks(
             result["seconds"] = time.perf_counter() - start
             progress.remove_task(bar)
             results["tasks"].append(result)
-            write_results(out, results)
+            processes.from_first(functools.partial(write_results, out, results))
             progress.advance(everything)
     if not results["complete"]:
         order = {task.name: number for number, task in enumerate(tasks)}
         results["tasks"].sort(key=lambda result: order[result["task"]])
         results["summary"] = summarize(results["tasks"])
         results["complete"] = True
-        write_results(out, results)
+        processes.from_first(functools.partial(write_results, out, results))
     return results
 
 
@@ -238,7 +256,11 @@ def _advance(progress: Progress, bar: TaskID, done: int, of: int) -> None:
     progress.update(bar, completed=done, total=of)
 
 
-def _resumed(out: Path, asked: EvalResults) -> EvalResults:
+def _begun(out: Path, asked: EvalResults) -> EvalResults:
+    """What `out` holds, or `asked` if there is no such file yet."""
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return asked
     found = read_results(out, "eval")
     compared = ("suite", "model", "settings", "versions")
     differences = [

@@ -18,7 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from ccq.data.needles import NeedleWindows
-from ccq.data.ruler import ANSWER_TOKENS, NEEDLE_TASKS, has_sentence_splitter, needle_samples, score_answer
+from ccq.data.ruler import (
+    RULER_TASKS,
+    NeedleTask,
+    RulerSample,
+    has_sentence_splitter,
+    ruler_samples,
+    score_answer,
+)
 from ccq.evals.decoding import greedy_answers
 from ccq.evals.harness import EvalTask, LoadedModel, mean_score
 from ccq.evals.local_data import EMBEDDED, HubText, read_text, text_source
@@ -161,14 +168,14 @@ def needle_tasks(
 
     Args:
         loaded: the model.
-        lengths: of each task of `NEEDLE_TASKS` that is run, in tokens, prompt and answer together.
+        lengths: of each task of `RULER_TASKS` that is run, in tokens, prompt and answer together.
         samples: of each task and length.
         seed: of the samples.
         batch_size: rows of a call.
         folder: where `ESSAYS` is; None for the sources of Python's standard library.
         hub_essays: take the essays of the hub instead, in lm-eval's own steps of 500 words.
     """
-    longest = max((max(sizes) for name, sizes in lengths.items() if NEEDLE_TASKS[name].haystack == "essay"), default=0)
+    longest = max((max(sizes) for name, sizes in lengths.items() if _has_essays(name)), default=0)
 
     @functools.cache
     def essays() -> tuple[str, dict[str, Any]]:
@@ -187,6 +194,11 @@ def needle_tasks(
     return [task(name, length) for name, sizes in lengths.items() for length in sizes]
 
 
+def _has_essays(name: str) -> bool:
+    kind = RULER_TASKS[name]
+    return isinstance(kind, NeedleTask) and kind.haystack == "essay"
+
+
 def _ask(
     loaded: LoadedModel,
     name: str,
@@ -198,22 +210,33 @@ def _ask(
     hub_essays: bool,
     advance: Callable[[int, int], None],
 ) -> EvalTaskResult:
-    questions = needle_samples(
-        name,
-        length=length,
-        samples=samples,
-        seed=seed,
-        count_tokens=lambda text: len(loaded.encode(text)),
-        essays=lambda: essays()[0],
-        fill=not hub_essays,
-    )
+    group = loaded.processes
+
+    def draw() -> tuple[list[RulerSample], dict[str, Any]]:
+        questions = ruler_samples(
+            name,
+            length=length,
+            samples=samples,
+            seed=seed,
+            count_tokens=lambda text: len(loaded.encode(text)),
+            essays=lambda: essays()[0],
+            fill=not hub_essays,
+        )
+        if not _has_essays(name):
+            return questions, {"haystack": "RULER's own"}
+        splitter = "punkt_tab" if has_sentence_splitter() else "punkt without parameters"
+        return questions, {**essays()[1], "sentence_splitter": splitter}
+
+    questions, data = group.from_first(draw)
+    answer_tokens = RULER_TASKS[name].answer_tokens
     prompts = [loaded.encode(question.prompt) for question in questions]
     done = 0
 
     def count(answers: int) -> None:
         nonlocal done
         done += answers
-        advance(done, samples)
+        # The other processes are about as far.
+        advance(min(done * group.count, samples), samples)
 
     def text_of(tokens: list[int]) -> str:
         return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -221,12 +244,13 @@ def _ask(
     answers = greedy_answers(
         loaded.model,
         prompts,
-        max_new_tokens=ANSWER_TOKENS,
+        max_new_tokens=answer_tokens,
         batch_size=batch_size,
         end_tokens=loaded.end_tokens,
         # What an answer contains it goes on to contain, so the rest of it changes no score.
         is_enough=lambda number, tokens: score_answer(text_of(tokens), questions[number].answers) == 1,
         on_answers=count,
+        processes=group,
     )
     records: list[dict[str, Any]] = []
     for number, (question, prompt, answer) in enumerate(zip(questions, prompts, answers, strict=True)):
@@ -236,25 +260,22 @@ def _ask(
                 "sample": number,
                 "prompt_tokens": len(prompt),
                 "prompt_sha256": hashlib.sha256(question.prompt.encode()).hexdigest(),
-                "depth": question.depth,
+                **({} if question.depth is None else {"depth": question.depth}),
                 "expected": question.answers,
                 "answer": text,
                 "score": score_answer(text, question.answers),
             }
         )
-    is_essay = NEEDLE_TASKS[name].haystack == "essay"
-    data = essays()[1] if is_essay else {"haystack": "RULER's own"}
+    by_depth = _by_depth([record for record in records if "depth" in record])
     return {
         "task": f"{name}/{length}",
         "scores": [mean_score("accuracy", [record["score"] for record in records])],
-        "curves": [{"metric": "accuracy", "axis": "depth", "points": _by_depth(records)}],
-        "data": {**data, "sentence_splitter": "punkt_tab" if has_sentence_splitter() else "punkt without parameters"}
-        if is_essay
-        else data,
+        "curves": [{"metric": "accuracy", "axis": "depth", "points": by_depth}] if by_depth else [],
+        "data": data,
         "settings": {
             "needle_task": name,
             "length": length,
-            "answer_tokens": ANSWER_TOKENS,
+            "answer_tokens": answer_tokens,
             "prompt_tokens": sum(map(len, prompts)),
             "tokens_read": round(sum(answer.read for answer in answers)),
         },

@@ -232,6 +232,9 @@ def extrapolation_tasks(
 
     @functools.cache
     def stream(name: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        return loaded.processes.from_first(functools.partial(read_stream, name))
+
+    def read_stream(name: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
         source = text_source(name, folder, CORPORA.get(name))
         text = read_text(source, characters=_CHARACTERS_PER_TOKEN * max_tokens, limit=limit)
         separator = loaded.tokenizer.eos_token_id
@@ -268,13 +271,20 @@ def _extrapolate(
             "or shorter --lengths"
         )
     bos = loaded.tokenizer.bos_token_id if loaded.bos else None
-    pieces = []
-    for start in range(0, count, batch_size):
-        end = min(start + batch_size, count)
-        part = tokens[start * length : end * length + 1]
-        pieces.append(window_losses(loaded.model, part, length=length, batch_size=batch_size, bos=bos))
-        advance(end, count)
-    losses = np.concatenate(pieces)
+    group = loaded.processes
+    starts = range(0, count, batch_size)
+
+    def own_pieces() -> list[NDArray[np.float32]]:
+        pieces = []
+        for start in starts[group.rank :: group.count]:
+            end = min(start + batch_size, count)
+            part = tokens[start * length : end * length + 1]
+            pieces.append(window_losses(loaded.model, part, length=length, batch_size=batch_size, bos=bos))
+            advance(end, count)
+        return pieces
+
+    by_process = [iter(pieces) for pieces in group.gather(own_pieces)]
+    losses = np.concatenate([next(by_process[place % group.count]) for place in range(len(starts))])
     windows = losses.mean(axis=1, dtype=np.float64)
     loss, error = mean_loss(windows, length)
     # The error of exp(loss), to first order.

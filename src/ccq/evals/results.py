@@ -218,10 +218,112 @@ class CompareResults(TypedDict):
     pairs: list[PairResult]
 
 
+class GridPoint(TypedDict):
+    """One point of a training curve: `loss` in nats an answer, `tokens` since the start, `gate` the mean of lambda."""
+
+    step: int
+    tokens: int
+    length: int
+    loss: float
+    gate: float | None
+
+
+class GridScore(TypedDict):
+    """The mean over `prompts` of what each contributes: "accuracy", the share of its answers that are right, or "loss",
+    nats a token. `low` and `high` bound it in 95 % over the drawing of prompts (null with one).
+    """
+
+    setting: str
+    metric: Literal["accuracy", "loss"]
+    prompts: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+class GridReading(TypedDict):
+    """A trained model read in another way: `reading` is an intervention such as "off", or "put in" for the backbone of
+    the same seed with the arm's read step put in at lambda `gate`.
+    """
+
+    reading: str
+    gate: float | None
+    scores: list[GridScore]
+
+
+class GridRunResult(TypedDict):
+    """One trained model, read as it was trained. `gate` (mean of lambda) and `correction` (relative size) are null
+    without a read step.
+    """
+
+    task: str
+    arm: str
+    seed: int
+    parameters: int
+    read_parameters: int
+    state_bytes: int
+    steps: int
+    tokens: int
+    seconds: float
+    curve: list[GridPoint]
+    gate: float | None
+    correction: float | None
+    scores: list[GridScore]
+    readings: list[GridReading]
+
+
+class GridDifference(TypedDict):
+    """`first` minus `second` in one metric at one setting of one task, paired by seed and by prompt.
+
+    `kind` says what differs: "arm" (an arm and its backbone, both as trained), "training" (the same with the correction
+    off, or on, in both), "reading" (one trained model, read in two ways) or "interaction" (the difference of two such
+    differences). `over_seeds` is Student's t interval over `by_seed` (null with one seed), `over_prompts` that over
+    prompts; both 95 %.
+    """
+
+    task: str
+    setting: str
+    metric: Literal["accuracy", "loss"]
+    kind: Literal["arm", "training", "reading", "interaction"]
+    arm: str
+    first: str
+    second: str
+    by_seed: list[float]
+    mean: float
+    over_seeds: list[float] | None
+    over_prompts: list[float] | None
+
+
+class GridTaskResult(TypedDict):
+    """A task: its kind, what it is in a sentence, and for each setting what guessing scores (null: not known)."""
+
+    task: str
+    kind: str
+    description: str
+    settings: list[str]
+    chance: list[float | None]
+
+
+class GridResults(TypedDict):
+    """Everything a grid of runs found; `settings` as the grid's file has them."""
+
+    schema: Literal["ccq-results/1"]
+    kind: Literal["grid"]
+    name: str
+    created: str
+    settings: dict[str, Any]
+    environment: EnvironmentResult
+    tasks: list[GridTaskResult]
+    runs: list[GridRunResult]
+    differences: list[GridDifference]
+
+
 class EvalModelResult(TypedDict):
-    """The evaluated model. `name` is the folder or hub name that was given; `read` says how its read steps ran: "on",
-    "off", or null without any; `weights` is a hash of the beginning of every weight, `tokenizer` one of the whole
-    tokenizer.
+    """The evaluated model. `name` is the folder or hub name that was given; `read` is the intervention on its read
+    steps, such as "off" or "scale=2,layers=0", "on" for none, or null for a model without any; `weights` is a hash of
+    the beginning of every weight, `tokenizer` one of the whole tokenizer. `configuration` has the fields of this
+    library's configuration, its arm among them, and is null for other models; `training` is the record that `ccq train`
+    leaves beside a model, its seed among it, null without one.
     """
 
     name: str
@@ -232,6 +334,8 @@ class EvalModelResult(TypedDict):
     weights: str
     tokenizer: str
     vocabulary: int
+    configuration: dict[str, Any] | None
+    training: dict[str, Any] | None
 
 
 class EvalSettings(TypedDict):
@@ -314,14 +418,22 @@ class EvalResults(TypedDict):
     summary: list[EvalScore]
 
 
-def write_results(path: str | os.PathLike[str], results: CompareResults | EvalResults) -> None:
+_KINDS: dict[str, tuple[str, str, Any]] = {
+    "compare": ("comparison", "ccq compare", CompareResults),
+    "grid": ("grid", "ccq compare GRID.yaml", GridResults),
+    "eval": ("evaluation", "ccq eval", EvalResults),
+}
+"""What makes a results file of each kind, the command, and its schema."""
+
+
+def write_results(path: str | os.PathLike[str], results: CompareResults | GridResults | EvalResults) -> None:
     """Check `results` against the schema and write them as JSON, whole or not at all. The folder must exist.
 
     Raises:
         ValueError: a field is missing or of the wrong type, or a number is NaN or infinite; nothing is written.
     """
     try:
-        _check(results, EvalResults if results.get("kind") == "eval" else CompareResults, "")
+        _check(results, _KINDS.get(results.get("kind", ""), _KINDS["compare"])[2], "")
     except ValueError as error:
         raise ValueError(f"results for {path}: {error}; nothing was written") from error
     write_json_atomically(path, results)
@@ -330,18 +442,20 @@ def write_results(path: str | os.PathLike[str], results: CompareResults | EvalRe
 @overload
 def read_results(path: str | os.PathLike[str], kind: Literal["compare"] = "compare") -> CompareResults: ...
 @overload
+def read_results(path: str | os.PathLike[str], kind: Literal["grid"]) -> GridResults: ...
+@overload
 def read_results(path: str | os.PathLike[str], kind: Literal["eval"]) -> EvalResults: ...
 def read_results(
-    path: str | os.PathLike[str], kind: Literal["compare", "eval"] = "compare"
-) -> CompareResults | EvalResults:
+    path: str | os.PathLike[str], kind: Literal["compare", "grid", "eval"] = "compare"
+) -> CompareResults | GridResults | EvalResults:
     """Read and check a results file. Fields the schema does not know are kept and ignored.
 
     Raises:
         ValueError: the file is not JSON, of another schema or kind, or a field is missing or of the wrong type.
         OSError: the file cannot be read.
     """
-    activity, schema = ("comparison", CompareResults) if kind == "compare" else ("evaluation", EvalResults)
-    accepted = f'accepted is a results file of schema "{SCHEMA}", as written by `ccq {kind}`'
+    activity, command, schema = _KINDS[kind]
+    accepted = f'accepted is a results file of schema "{SCHEMA}", as written by `{command}`'
     try:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
     except ValueError as error:
@@ -355,7 +469,7 @@ def read_results(
         _check(content, schema, "")
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {accepted}") from error
-    return cast("CompareResults | EvalResults", content)
+    return cast("CompareResults | GridResults | EvalResults", content)
 
 
 def paired_differences(runs: Sequence[RunResult], backbone: str, arm: str, metric: str) -> PairResult:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ccq.data.ruler import NEEDLE_TASKS
+from ccq.data.ruler import RULER_TASKS
 from ccq.evals.benchmarks import LANGUAGE, LONGBENCH, benchmark_tasks, suite_mean
 from ccq.evals.harness import EvalTask, LoadedModel, run_tasks
 from ccq.evals.needle import LENGTHS, READ_OFF_LENGTHS, needle_tasks
@@ -149,9 +149,9 @@ def _needle_lengths(
     if preset is not None:
         raise ValueError(f"unknown preset {preset!r}; accepted: read-off")
     names = tasks or ("niah_single_1", "niah_single_2", "niah_single_3")
-    unknown = [name for name in names if name not in NEEDLE_TASKS]
+    unknown = [name for name in names if name not in RULER_TASKS]
     if unknown:
-        raise ValueError(f"unknown needle task {unknown[0]!r}; accepted: {', '.join(NEEDLE_TASKS)}")
+        raise ValueError(f"unknown needle task {unknown[0]!r}; accepted: {', '.join(RULER_TASKS)}")
     return {name: tuple(lengths or LENGTHS) for name in names}
 
 

@@ -77,6 +77,12 @@ class ReadObservation(NamedTuple):
     mask: Tensor | None
     """[B, T] as it was passed in: which tokens are real."""
 
+    @property
+    def relative_size(self) -> Tensor:
+        """[B, T, H] float32: |lambda Sigma q| / |q|, by how much of itself the query changes."""
+        change = (self.gate.float() * self.correction.float().norm(dim=-1)).abs()
+        return change / self.query.float().norm(dim=-1).clamp(min=1e-12)
+
 
 class ReadStep(nn.Module):
     """What changes the query before a linear backbone reads its memory with it.

@@ -32,6 +32,7 @@ from ccq.report.tables import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as MatplotlibFigure
 
     from ccq.evals.results import CompareResults, GateHistogram, RunResult, TrainingPoint
 
@@ -124,15 +125,21 @@ def _plain_style() -> Iterator[None]:
 
 def _svg(name: str, description: str, size: tuple[float, float], draw: Callable[[Axes], None]) -> str:
     """Draw one panel and return it as an <svg> element that scales with its container and whose ids are its own."""
-    import matplotlib
     from matplotlib.figure import Figure as MatplotlibFigure
 
     with _plain_style():
-        matplotlib.rcParams["svg.hashsalt"] = name
         figure = MatplotlibFigure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        return svg_element(name, description, figure)
+
+
+def svg_element(name: str, description: str, figure: MatplotlibFigure) -> str:
+    """A drawn figure as such an element; inside `_plain_style`."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = name
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(buffer.getvalue())
@@ -549,9 +556,16 @@ def _difference_figure(results: CompareResults, styles: Mapping[str, ArmStyle]) 
     return Figure("differences", "Differences to the backbone", caption, tuple(panels))
 
 
-def _forest(axes: Axes, differences: Sequence[Difference], styles: Mapping[str, ArmStyle], scale: float) -> None:
+def _forest(
+    axes: Axes,
+    differences: Sequence[Difference],
+    styles: Mapping[str, ArmStyle],
+    scale: float,
+    names: Sequence[str] | None = None,
+) -> None:
+    """A line a difference, an arm below the other; `names` stand beside the lines, without them the metrics."""
     places: list[float] = []
-    labels = []
+    labels = names or [difference.metric for difference in differences]
     position = 0.0
     previous = None
     for difference in differences:
@@ -573,7 +587,6 @@ def _forest(axes: Axes, differences: Sequence[Difference], styles: Mapping[str, 
             previous = difference.arm
         position += 1.0
         places.append(position)
-        labels.append(difference.metric)
         if difference.low is not None and difference.high is not None:
             axes.plot(
                 [scale * difference.low, scale * difference.high],

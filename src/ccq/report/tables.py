@@ -293,7 +293,7 @@ def bytes_text(value: float) -> str:
     return f"{value:.1f} GiB"
 
 
-def _cell(measured: Measured | None, digits: int = 0, *, percentage: bool = False, suffix: str = "") -> Cell:
+def measured_cell(measured: Measured | None, digits: int = 0, *, percentage: bool = False, suffix: str = "") -> Cell:
     if measured is None:
         return Cell("–")
     scale = 100.0 if percentage else 1.0
@@ -334,8 +334,8 @@ def text_tables(results: CompareResults) -> list[TextTable]:
                 row.arm,
                 row.arm,
                 (
-                    *(_cell(row.loss.get(length), 3) for length in text_lengths),
-                    *(_cell(row.perplexity.get(length), 2) for length in text_lengths),
+                    *(measured_cell(row.loss.get(length), 3) for length in text_lengths),
+                    *(measured_cell(row.perplexity.get(length), 2) for length in text_lengths),
                 ),
             )
             for row in rows
@@ -344,11 +344,12 @@ def text_tables(results: CompareResults) -> list[TextTable]:
     needle_lengths = _lengths(rows, "needle", "needle_read_off")
     needle_rows: list[TextRow] = []
     for row in rows:
-        read = (_cell(row.gate_mean, 3), _cell(row.correction_relative_size, 2, percentage=True, suffix=" %"))
-        accuracies = tuple(_cell(row.needle.get(length), 1, percentage=True) for length in needle_lengths)
+        size = measured_cell(row.correction_relative_size, 2, percentage=True, suffix=" %")
+        read = (measured_cell(row.gate_mean, 3), size)
+        accuracies = tuple(measured_cell(row.needle.get(length), 1, percentage=True) for length in needle_lengths)
         needle_rows.append(TextRow(row.arm, row.arm, accuracies + read))
         if row.needle_read_off:
-            off = tuple(_cell(row.needle_read_off.get(length), 1, percentage=True) for length in needle_lengths)
+            off = tuple(measured_cell(row.needle_read_off.get(length), 1, percentage=True) for length in needle_lengths)
             needle_rows.append(TextRow("  correction off", row.arm, (*off, Cell(""), Cell(""))))
     needle = TextTable(
         "Needle accuracy in % by window length; " + (spread if several else "95 % interval below"),
@@ -371,11 +372,11 @@ def text_tables(results: CompareResults) -> list[TextTable]:
                 row.arm,
                 row.arm,
                 (
-                    _cell(row.parameters),
-                    _cell(row.read_parameters),
-                    _cell(row.training_tokens_per_second),
-                    _cell(row.decode_tokens_per_second),
-                    _cell(row.state_bytes),
+                    measured_cell(row.parameters),
+                    measured_cell(row.read_parameters),
+                    measured_cell(row.training_tokens_per_second),
+                    measured_cell(row.decode_tokens_per_second),
+                    measured_cell(row.state_bytes),
                     Cell(str(len(row.seeds))),
                 ),
             )
@@ -389,13 +390,23 @@ def text_tables(results: CompareResults) -> list[TextTable]:
 
 def comparison_table(results: CompareResults) -> Table:
     """The terminal table: one grid of the tables for text, needle and cost, each within 80 columns."""
+    task = results["needle_task"]
+    any_value, seen_value = share_text(task["chance"]), share_text(task["chance_among_seen"])
+    notes = [(f"Chance: {any_value} guessing any value, {seen_value} guessing among the values seen.", "")]
+    if 0 < seed_count(results) < 2:
+        notes.append(("One seed ranks nothing: a second seed may reverse any difference here.", "bold"))
+    return terminal_grid(text_tables(results), notes)
+
+
+def terminal_grid(tables: Iterable[TextTable], notes: Iterable[tuple[str, str]]) -> Table:
+    """The tables one below the other, and under them lines of text, each with its style."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid()
     grid.add_column()
-    for text_table in text_tables(results):
+    for text_table in tables:
         title = Text(text_table.title, style="bold")
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for position, column in enumerate(text_table.header):
@@ -412,9 +423,6 @@ def comparison_table(results: CompareResults) -> Table:
             ]
             table.add_row(Text(row.label, style="bold" if row.label == row.arm else "dim"), *cells)
         grid.add_row(table)
-    task = results["needle_task"]
-    any_value, seen_value = share_text(task["chance"]), share_text(task["chance_among_seen"])
-    grid.add_row(Text(f"Chance: {any_value} guessing any value, {seen_value} guessing among the values seen."))
-    if 0 < seed_count(results) < 2:
-        grid.add_row(Text("One seed ranks nothing: a second seed may reverse any difference here.", style="bold"))
+    for text, style in notes:
+        grid.add_row(Text(text, style=style))
     return grid

@@ -2,8 +2,8 @@
 damage.
 """
 
+from ccq.processes import Processes, processes
 from ccq.train.config import OptimizerRecipe, Recipe, load_recipe
-from ccq.train.distributed import Processes, processes
 from ccq.train.engine import Engine, StepResult, TargetBatch, initial_model
 from ccq.train.loop import BatchSource, Outcome, Progress, Schedule, train
 from ccq.train.loss import linear_cross_entropy

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ccq.files import write_json_atomically
-from ccq.train.distributed import Processes
+from ccq.processes import Processes
 
 FORMAT = "ccq-checkpoint/2"
 _NAME = re.compile(r"step-(\d{8,})")

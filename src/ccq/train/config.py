@@ -6,6 +6,7 @@
     training:                  how long, in steps of how many tokens
     optimizer:                 AdamW or Muon, and the schedule
     system:                    what may differ from machine to machine without changing what is learned
+    evaluation:                how often the loss on held-out text is measured
 
 A key that is not known, a value of the wrong kind and a value that cannot work are errors that name the key.
 """
@@ -157,6 +158,17 @@ class SystemRecipe:
 
 
 @dataclass(frozen=True)
+class EvaluationRecipe:
+    every: int | None = None
+    """Steps between measurements of the loss on the held-out part of the data; None for none."""
+    tokens: int = 2**20
+    """Held-out tokens of a measurement, in whole windows: the first ones, the same each time, or all there are."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("evaluation", self, 1, "every", "tokens")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One training run."""
 
@@ -165,8 +177,17 @@ class Recipe:
     training: TrainingRecipe
     optimizer: OptimizerRecipe
     system: SystemRecipe
+    evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     def __post_init__(self) -> None:
+        if self.evaluation.every is not None:
+            if self.data.folder is None:
+                raise ValueError("evaluation.every needs held-out text, which data.folder has; leave it out here")
+            if self.evaluation.tokens < self.data.length:
+                raise ValueError(
+                    f"evaluation.tokens must be at least data.length, got {self.evaluation.tokens} and "
+                    f"{self.data.length}"
+                )
         if self.training.tokens_per_step % self.data.length:
             raise ValueError(
                 f"training.tokens_per_step must be a multiple of data.length, got {self.training.tokens_per_step} and "
@@ -191,7 +212,7 @@ class Recipe:
         sections = {section.name: section for section in dataclasses.fields(cls)}
         for name in values:
             if name not in sections:
-                raise ValueError(_unknown(name, sections))
+                raise ValueError(unknown_key(name, sections))
         kinds = typing.get_type_hints(cls)
         made = {}
         for name in sections:
@@ -203,7 +224,7 @@ class Recipe:
                     "preset": content.get("preset", ""),
                     "options": {key: value for key, value in content.items() if key != "preset"},
                 }
-            made[name] = _section(kinds[name], name, content)
+            made[name] = read_section(kinds[name], name, content)
         return cls(**made)
 
 
@@ -259,46 +280,54 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     return merged
 
 
-def _section(kind: type[SectionType], section: str, values: Mapping[str, Any]) -> SectionType:
+def read_section(kind: type[SectionType], section: str, values: Mapping[str, Any]) -> SectionType:
+    """The dataclass `kind` made from a section of a file; errors name keys as SECTION.KEY."""
     fields = {each.name: each for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
     kinds = typing.get_type_hints(kind)
     for name in values:
         if name not in fields:
-            raise ValueError(_unknown(f"{section}.{name}", fields))
+            raise ValueError(unknown_key(f"{section}.{name}", fields))
     missing = [
         name
         for name, each in fields.items()
         if name not in values and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ValueError(f"the recipe lacks {', '.join(f'{section}.{name}' for name in missing)}")
-    return kind(**{name: _value(f"{section}.{name}", value, kinds[name]) for name, value in values.items()})
+        raise ValueError(f"the file lacks {', '.join(f'{section}.{name}' for name in missing)}")
+    return kind(**{name: read_value(f"{section}.{name}", value, kinds[name]) for name, value in values.items()})
 
 
-def _unknown(name: str, accepted: Iterable[str]) -> str:
+def unknown_key(name: str, accepted: Iterable[str]) -> str:
+    """The message for a key SECTION.KEY that is not known, with the nearest one that is."""
     section, dot, key = name.rpartition(".")
     accepted = list(accepted)
     return f"unknown key {section}{dot}{key}{nearest(key, accepted)}; accepted: {', '.join(accepted)}"
 
 
-def _value(name: str, value: Any, kind: Any) -> Any:
+def read_value(name: str, value: Any, kind: Any) -> Any:
     """The value as the field wants it, or an error that says what it wants."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and types.NoneType in arguments:
             return None
         (kind,) = (each for each in arguments if each is not types.NoneType)
-        return _value(name, value, kind)
+        return read_value(name, value, kind)
     if origin is Literal:
         if value not in arguments:
             hint = nearest(value, arguments) if isinstance(value, str) else ""
             raise ValueError(f"{name} must be one of {', '.join(arguments)}{hint}, got {value!r}")
         return value
     if origin is tuple:
+        if arguments[1:] == (...,):
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"{name} must be a list, got {value!r}")
+            arguments = (arguments[0],) * len(value)
         if not isinstance(value, (list, tuple)) or len(value) != len(arguments):
             raise ValueError(f"{name} must be a list of {len(arguments)} numbers, got {value!r}")
-        return tuple(_value(name, each, wanted) for each, wanted in zip(value, arguments, strict=True))
+        return tuple(read_value(name, each, wanted) for each, wanted in zip(value, arguments, strict=True))
     if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be keys and values, got {value!r}")
         return dict(value)
     if kind is float and isinstance(value, str):
         # YAML 1.1 takes 1e-3, without a point, for a text.

@@ -1,104 +1,21 @@
-"""The processes of a run: alone without torch.distributed, or any number of them under torchrun with FSDP2."""
+"""A model over the processes of a run: as it is in one, sharded by FSDP2 over several."""
 
 from __future__ import annotations
 
-import datetime
-import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-_CPU = torch.device("cpu")
-TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a process waits for the others: long enough for the slowest to compile its kernels."""
+from ccq.processes import Processes
+
 _FLOAT32 = ("A_log", "D", "dt_bias", "gate_weight", "gate_bias", "gate_scale", "landmarks", "ridge", "strength")
-
-
-@dataclass(frozen=True)
-class Processes:
-    """Which of how many processes this is, and what they do together. Alone, nothing is communicated."""
-
-    rank: int = 0
-    count: int = 1
-    device: torch.device = _CPU
-    mesh: DeviceMesh | None = None
-    checkpoint_group: dist.ProcessGroup | None = None
-    """A group of its own for the thread that writes checkpoints beside the training."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, numbers: Sequence[int]) -> list[int]:
-        """Sums over the processes. They go through the processors, so that no GPU has to be waited for."""
-        if self.count == 1:
-            return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(total)
-        return [int(each) for each in total]
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, in place, on the device."""
-        if self.count > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def barrier(self) -> None:
-        if self.count > 1:
-            self.sum([0])
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns in the first process, in all of them; also what it raises."""
-        if self.count == 1:
-            return make()
-        found: list[Any] = [None, None]
-        if self.is_first:
-            try:
-                found[0] = make()
-            except Exception as error:  # raised below, in every process
-                found[1] = error
-        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-        if found[1] is not None:
-            raise found[1]
-        return found[0]
-
-
-@contextmanager
-def processes(*, connect: bool = True) -> Iterator[Processes]:
-    """The processes that torchrun has started, or this one alone. Without `connect` they are only counted."""
-    use_gpu = torch.cuda.is_available()
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        yield Processes(device=torch.device("cuda" if use_gpu else "cpu"))
-        return
-    if not connect:
-        yield Processes(int(os.environ["RANK"]), count, torch.device("cuda" if use_gpu else "cpu"))
-        return
-    device = torch.device("cpu")
-    if use_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=TIMEOUT)
-    try:
-        yield Processes(
-            rank=dist.get_rank(),
-            count=count,
-            device=device,
-            mesh=init_device_mesh(device.type, (count,)),
-            checkpoint_group=dist.new_group(backend="gloo", timeout=TIMEOUT),
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 def float32_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

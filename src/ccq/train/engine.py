@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from ccq.data.loader import IGNORE_INDEX, TokenBatch
 from ccq.models.configuration import CCQConfig
 from ccq.models.modeling import CCQForCausalLM
+from ccq.processes import Processes
 from ccq.train.config import OptimizerRecipe
-from ccq.train.distributed import Placed, Processes
+from ccq.train.distributed import Placed
 from ccq.train.loss import WeightedLoss, linear_cross_entropy
 from ccq.train.optimizer import make_optimizers, no_gradients, set_learning_rate
 
@@ -174,6 +175,22 @@ class Engine:
                 optimizer.step()
         no_gradients(self.model)
         return result
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[TargetBatch]) -> float:
+        """Mean loss over all targets of one part, "loss", of all batches and processes, in nats a target. Nothing is
+        learned or drawn. Every process must call it, with the same number of batches.
+        """
+        device = self.processes.device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        with torch.compiler.set_stance("force_eager"):
+            for batch in batches:
+                moved = batch.to(device)
+                counted = moved.parts["loss"]
+                loss: WeightedLoss = self._loss(moved.inputs, moved.targets, counted.float(), moved.cu_seqlens)
+                total += torch.stack((loss.each.double().sum(), counted.double().sum()))
+        loss_sum, targets = self.processes.sum_(total).tolist()
+        return loss_sum / targets
 
     @torch.no_grad()
     def look(self, batch: TargetBatch, length: int) -> None:

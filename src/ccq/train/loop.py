@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ccq.data.loader import TokenBatch
+from ccq.models.utilization import model_flops_utilization, training_flops_per_token
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.engine import Engine, StepResult, TargetBatch
 from ccq.train.metrics import MetricsFile, TensorBoard, memory_bytes, observe_window
 from ccq.train.optimizer import decay_alone, decay_share, learning_rate_at
-from ccq.train.throughput import model_flops_utilization, peak_flops, training_flops_per_token
+from ccq.train.throughput import peak_flops
 
 CHECKPOINTS, METRICS_FILE, TENSORBOARD = "checkpoints", "metrics.jsonl", "tensorboard"
 MOST_SKIPPED = 5
@@ -42,6 +44,7 @@ class Schedule:
     checkpoint_every: int | None
     log_every: int
     observe_every: int
+    evaluate_every: int | None = None
     keep_checkpoints: int = 2
     stop_after: int | None = None
     """End as an interruption would once so many steps are done."""
@@ -85,6 +88,7 @@ def train(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     say: Callable[[str], None] = lambda line: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
+    held_out_loss: Callable[[], float] | None = None,
     tensorboard: bool = False,
 ) -> Outcome:
     """Train to the last step of the schedule, going on from the newest checkpoint in `folder`.
@@ -98,6 +102,7 @@ def train(
         on_progress: called after every step in every process.
         say: takes a line about something unusual, in the first process.
         asked_to_stop: whether to save and end, asked at every step; one process that was asked stops all.
+        held_out_loss: measures it, called as often as the schedule says; must change nothing that training depends on.
         tensorboard: write the metrics for TensorBoard too, where it is installed.
 
     A run on one process that was interrupted and goes on has the same losses, gradient norms and data bit for bit as
@@ -111,7 +116,7 @@ def train(
         ValueError: the checkpoint is damaged or belongs to another model or other data.
         OSError: the last checkpoint could not be written.
     """
-    run = _Run(engine, batches, folder, schedule, length, on_progress, say, asked_to_stop)
+    run = _Run(engine, batches, folder, schedule, length, on_progress, say, asked_to_stop, held_out_loss)
     with TensorBoard(folder / TENSORBOARD, active=tensorboard and engine.processes.is_first) as board:
         return run.train(board)
 
@@ -127,10 +132,12 @@ class _Run:
         on_progress: Callable[[Progress], None],
         say: Callable[[str], None],
         asked_to_stop: Callable[[], bool],
+        held_out_loss: Callable[[], float] | None,
     ) -> None:
         self.engine, self.batches, self.schedule, self.length = engine, batches, schedule, length
         self.processes = engine.processes
         self.on_progress, self.asked_to_stop = on_progress, asked_to_stop
+        self.held_out_loss = held_out_loss
         self.say: Callable[[str], None] = say if self.processes.is_first else lambda line: None
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, keep=schedule.keep_checkpoints, processes=self.processes)
         self.metrics = MetricsFile(folder / METRICS_FILE)
@@ -193,8 +200,10 @@ class _Run:
         device = self.processes.device
         utilization = model_flops_utilization(self._flops(window), speed / self.processes.count, self.peak)
         progress = Progress(self.step, result, speed, utilization, memory_bytes(device))
-        if schedule.is_due(schedule.log_every, self.step) or not result.is_finite:
-            self.logged_at, self.logged_tokens = now, self.tokens
+        held_out = self._held_out()
+        if schedule.is_due(schedule.log_every, self.step) or not result.is_finite or held_out:
+            # The time of the measurement is no time of training.
+            self.logged_at, self.logged_tokens = time.perf_counter(), self.tokens
             if self.processes.is_first:
                 values: dict[str, Any] = {
                     "step": self.step,
@@ -204,11 +213,13 @@ class _Run:
                     "grad_norm": result.grad_norm if result.is_finite else None,
                     "learning_rate": learning_rate,
                     "tokens_per_second": speed,
+                    "processes": self.processes.count,
                     "mfu": utilization,
                     "memory": progress.memory,
                 }
                 if not result.is_finite:
                     values["skipped"] = True
+                values |= held_out
                 if reads is not None:
                     values |= {"gate": reads.gate, "correction": reads.correction}
                     if self.gate_bias is not None:
@@ -218,6 +229,14 @@ class _Run:
         self._judge(result)
         self.on_progress(progress)
         return bool(stopped)
+
+    def _held_out(self) -> dict[str, float | None]:
+        """The loss on held-out text for the line of metrics, where it is due."""
+        every = self.schedule.evaluate_every
+        if self.held_out_loss is None or every is None or not self.schedule.is_due(every, self.step):
+            return {}
+        loss = self.held_out_loss()
+        return {"held_out_loss": loss if math.isfinite(loss) else None}
 
     def _judge(self, result: StepResult) -> None:
         if result.is_finite:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ccq.models.observation import observe_reads
-from ccq.nn.read import ReadObservation
 from ccq.train.engine import Engine, TargetBatch
 
 
@@ -34,12 +33,7 @@ def observe_window(engine: Engine, batch: TargetBatch, length: int) -> LayerRead
         engine.look(batch, length)
     seen = [layer[0] for layer in observed]
     gate = torch.stack([read.gate.float().mean() for read in seen]).tolist()
-    return LayerReads(gate, torch.stack([_correction_size(read) for read in seen]).tolist())
-
-
-def _correction_size(read: ReadObservation) -> torch.Tensor:
-    change = (read.gate.float() * read.correction.float().norm(dim=-1)).abs()
-    return (change / read.query.float().norm(dim=-1).clamp(min=1e-12)).mean()
+    return LayerReads(gate, torch.stack([read.relative_size.mean() for read in seen]).tolist())
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -33,9 +33,11 @@ from ccq.files import lock_folder, setting_differences, write_json_atomically
 from ccq.models.configuration import CCQConfig
 from ccq.models.modeling import CCQForCausalLM, save_model
 from ccq.models.text import save_tokenizer
+from ccq.models.training_record import write_training_record
+from ccq.processes import Processes, processes
 from ccq.train.config import Recipe
-from ccq.train.distributed import Processes, processes
 from ccq.train.engine import Engine, initial_model
+from ccq.train.held_out import HeldOutWindows
 from ccq.train.loop import CHECKPOINTS, Outcome, Progress, Schedule, train
 from ccq.train.throughput import Plan, plan
 
@@ -103,6 +105,7 @@ def run_recipe(
             pack_documents=recipe.data.pack_documents,
             workers=recipe.system.workers,
         )
+        held_out = _held_out(recipe, data, group)
         with _stop_signals() as stop, _ProgressLine(shown, steps) as line:
             outcome = train(
                 engine,
@@ -113,10 +116,11 @@ def run_recipe(
                 on_progress=line.update,
                 say=line.say,
                 asked_to_stop=lambda: stop.received is not None,
+                held_out_loss=None if held_out is None else lambda: engine.measure(held_out.batches()),
                 tensorboard=True,
             )
         if data.folder is not None and outcome.finished:
-            export(engine, data.folder, out / MODEL)
+            export(engine, data.folder, out / MODEL, recipe)
             shown.print(f"Model: {out / MODEL}", markup=False, soft_wrap=True)
         elif not outcome.finished:
             from_where = "from here" if recipe.system.checkpoint_every is not None else "from the start"
@@ -158,6 +162,7 @@ def make_schedule(recipe: Recipe, *, stop_after: int | None = None) -> Schedule:
         checkpoint_every=system.checkpoint_every,
         log_every=system.log_every,
         observe_every=system.observe_every,
+        evaluate_every=recipe.evaluation.every,
         keep_checkpoints=system.keep_checkpoints,
         stop_after=stop_after,
     )
@@ -186,9 +191,9 @@ def model_config(recipe: Recipe, data: Data | None) -> CCQConfig:
     return recipe.model.config(**changes)
 
 
-def export(engine: Engine, data: TokenFolder, folder: Path) -> None:
-    """Write the model as transformers' `from_pretrained` reads it, in float32, with the tokenizer of its data. Every
-    process must call it.
+def export(engine: Engine, data: TokenFolder, folder: Path, recipe: Recipe) -> None:
+    """Write the model as transformers' `from_pretrained` reads it, in float32, with the tokenizer of its data and a
+    record of its training. Every process must call it.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(engine.model, options=options)
@@ -200,9 +205,23 @@ def export(engine: Engine, data: TokenFolder, folder: Path) -> None:
         model.tie_weights()
         end = data.index["eos"]
         save_tokenizer(data.tokenizer(), folder, end=None if end is None else end["token"])
+        training = recipe.training
+        write_training_record(
+            folder,
+            seed=training.seed,
+            steps=training.total_steps,
+            tokens=training.total_steps * training.tokens_per_step,
+            settings={**_without_seed(recipe), "data_sha256": data.train.sha256},
+        )
         save_model(model, folder)
 
     engine.processes.from_first(write)
+
+
+def _without_seed(recipe: Recipe) -> dict[str, Any]:
+    """What determines a training beside its seed."""
+    values = _what_is_learned(recipe.to_dict())
+    return {**values, "training": {name: value for name, value in values["training"].items() if name != "seed"}}
 
 
 def _is_done(out: Path, steps: int) -> bool:
@@ -239,7 +258,7 @@ def _claim(out: Path, recipe: Recipe) -> None:
 
 def _what_is_learned(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe without what may change when a run goes on; that the data are the same is seen from their hash."""
-    values = {name: section for name, section in recipe.items() if name != "system"}
+    values = {name: section for name, section in recipe.items() if name not in ("system", "evaluation")}
     places = ("folder", "stdlib_tokenizer")
     values["data"] = {name: value for name, value in recipe["data"].items() if name not in places}
     return values
@@ -270,6 +289,32 @@ def _open_data(recipe: Recipe, group: Processes, console: Console) -> Data:
     group.from_first(prepare)
     folder = TokenFolder.open(path)
     return Data(folder.train, folder.vocabulary_size, folder)
+
+
+def _held_out(recipe: Recipe, data: Data, group: Processes) -> HeldOutWindows | None:
+    """What the loss on held-out text is measured on, if it is.
+
+    Raises:
+        ValueError: the data hold no window of it.
+    """
+    if recipe.evaluation.every is None:
+        return None
+    assert data.folder is not None
+    tokens, needed = data.folder.held_out.tokens, recipe.data.length + 1
+    if tokens < needed:
+        raise ValueError(
+            f"evaluation.every needs held-out text: {data.folder.path} holds out {tokens:,} tokens and a window takes "
+            f"{needed:,}; prepare the data with a larger --held-out, or leave evaluation.every out"
+        )
+    return HeldOutWindows(
+        data.folder.held_out,
+        length=recipe.data.length,
+        tokens=recipe.evaluation.tokens,
+        rows=recipe.system.rows,
+        process=group.rank,
+        processes=group.count,
+        pack_documents=recipe.data.pack_documents,
+    )
 
 
 class _Stop:

@@ -1,0 +1,344 @@
+"""One run of a grid: a task, an arm and a seed, trained and evaluated in a process of its own; and trained models read
+in other ways than they were trained with.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ccq.analysis.gate import collect_gate_values, measure_reads
+from ccq.compare.arm import EVALUATION_SEED, EVALUATION_TOKENS, TRAINING, text_windows_of
+from ccq.compare.folder import GridFolder
+from ccq.compare.grid import Cell, GridSettings, SyntheticStage, SyntheticTask, TextTask
+from ccq.compare.pool import Teller
+from ccq.compare.training import AnyStage, NeedleSteps, stage_at, tokens_before, train_stages
+from ccq.data.loader import TokenBatch
+from ccq.data.needles import evaluation_windows
+from ccq.data.tokenizer import SEPARATOR
+from ccq.evals.needle import evaluate_needles
+from ccq.evals.perplexity import window_losses
+from ccq.evals.recall import evaluate_recall
+from ccq.evals.results import GridPoint
+from ccq.files import write_json_atomically
+from ccq.models.configuration import CCQConfig, parse_arm
+from ccq.models.intervention import ReadIntervention
+from ccq.models.modeling import CCQForCausalLM, load_model, save_model
+from ccq.models.text import save_tokenizer
+from ccq.nn.reads import READS
+from ccq.train.loop import CHECKPOINTS, METRICS_FILE, BatchSource
+from ccq.train.metrics import read_metrics
+
+PUT_IN = "put in"
+"""The way of reading of a backbone that was trained without a read step and is given one: the key of its scores."""
+_CURVE_POINTS = 100
+_LOGITS = 2**25
+"""Logits in one call when evaluating; bounds the memory."""
+_READ_ROWS = 64
+"""Rows over which gate and correction are measured."""
+
+
+class Scores(NamedTuple):
+    """What every prompt contributes to one score; the mean is the score."""
+
+    setting: str
+    """The difficulty, such as "length 256"."""
+    metric: str
+    """"accuracy", the share of a prompt's answers that are right, or "loss", nats a token of a window of text."""
+    values: list[float]
+
+    @classmethod
+    def read(cls, given: list[Mapping[str, Any]]) -> list[Scores]:
+        """From JSON."""
+        return [cls(**each) for each in given]
+
+
+class Work(Protocol):
+    """A task as its runs see it."""
+
+    stages: tuple[AnyStage, ...]
+
+    def model_config(self, arm: str) -> CCQConfig: ...
+
+    def batches(self, seed: int) -> BatchSource:
+        """The steps of a seed: the same for all arms."""
+        ...
+
+    def score(self, model: CCQForCausalLM) -> list[Scores]:
+        """The same prompts for all arms and seeds."""
+        ...
+
+    def rows(self) -> Tensor:
+        """[B, T] int64 for measuring gate and correction: rows beside those of `score`, or held-out text."""
+        ...
+
+    def save(self, model: CCQForCausalLM, folder: Path) -> None: ...
+
+
+class TaskSteps:
+    """The steps of a synthetic task. The data of a step are a function of seed and step alone, so all arms see the same
+    rows in the same order.
+    """
+
+    def __init__(self, stages: tuple[SyntheticStage, ...], seed: int) -> None:
+        self._stages, self._seed, self._step = stages, seed, 0
+
+    def batch(self, step: int) -> TokenBatch:
+        """The rows of step `step`, counted from 0."""
+        stage = stage_at(self._stages, step)
+        return stage.task.batch(seed=self._seed, step=step, batch_size=stage.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[TokenBatch]]:
+        while True:
+            self._step += 1
+            yield (self.batch(self._step - 1),)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+
+
+class SyntheticWork:
+    """A task of `ccq.data.tasks`."""
+
+    def __init__(self, settings: GridSettings, task: SyntheticTask) -> None:
+        self._settings, self._task = settings, task
+        self.stages: tuple[AnyStage, ...] = task.stages
+
+    def model_config(self, arm: str) -> CCQConfig:
+        task = self._task.task
+        return self._settings.model_config(
+            arm, vocab_size=task.vocabulary_size, max_position_embeddings=self.stages[-1].length
+        )
+
+    def batches(self, seed: int) -> BatchSource:
+        return TaskSteps(self._task.stages, seed)
+
+    def score(self, model: CCQForCausalLM) -> list[Scores]:
+        scores = []
+        for name, task in self._task.settings:
+            rows = max(1, _LOGITS // (task.length * task.vocabulary_size))
+            shares = evaluate_recall(model, task, prompts=self._task.prompts, batch_size=rows)
+            scores.append(Scores(name, "accuracy", shares.tolist()))
+        return scores
+
+    def rows(self) -> Tensor:
+        # Training never comes to this step.
+        return self._task.task.batch(seed=0, step=2**63, batch_size=_READ_ROWS).inputs
+
+    def save(self, model: CCQForCausalLM, folder: Path) -> None:
+        save_model(model, folder)
+
+
+class TextWork:
+    """Needles in real text, and the text itself."""
+
+    def __init__(self, folder: GridFolder, settings: GridSettings, task: TextTask) -> None:
+        self._settings, self._comparison = settings, task.comparison
+        data = folder.text(task.name)
+        self._tokens, self._tokenizer = data.tokens(), data.tokenizer()
+        self.stages: tuple[AnyStage, ...] = task.comparison.train.stages
+
+    def model_config(self, arm: str) -> CCQConfig:
+        tokenizer = self._tokenizer
+        return self._settings.model_config(arm, vocab_size=tokenizer.vocabulary_size, eos_token_id=tokenizer.separator)
+
+    def batches(self, seed: int) -> BatchSource:
+        return NeedleSteps(self._tokens.train, self._tokenizer.needle_vocabulary, self._comparison.train, seed)
+
+    def score(self, model: CCQForCausalLM) -> list[Scores]:
+        comparison, held_out = self._comparison, self._tokens.held_out
+        scores = []
+        for length in comparison.lengths:
+            windows = evaluation_windows(
+                held_out,
+                seed=EVALUATION_SEED,
+                length=length,
+                windows=comparison.windows,
+                vocabulary=self._tokenizer.needle_vocabulary,
+                needles=comparison.train.needles,
+                depth_bins=comparison.depth_bins,
+            )
+            rows = max(1, EVALUATION_TOKENS // length)
+            outcome = evaluate_needles(model, windows, batch_size=rows)
+            scores.append(Scores(f"length {length}", "accuracy", outcome.correct.astype(float).tolist()))
+        # At every length the same tokens are predicted, as in `evaluate_perplexity`.
+        common = math.lcm(*comparison.lengths)
+        tokens = min(comparison.perplexity_tokens, len(held_out) - 1) // common * common
+        for length in comparison.lengths:
+            rows = max(1, EVALUATION_TOKENS // length)
+            losses = window_losses(model, held_out[: tokens + 1], length=length, batch_size=rows)
+            scores.append(Scores(f"length {length}", "loss", losses.mean(axis=1, dtype=np.float64).tolist()))
+        return scores
+
+    def rows(self) -> Tensor:
+        return text_windows_of(self._comparison, self._tokens.held_out)
+
+    def save(self, model: CCQForCausalLM, folder: Path) -> None:
+        save_model(model, folder)
+        save_tokenizer(self._tokenizer.to_tokenizers(), folder, end=f"<|{SEPARATOR}|>")
+
+
+def work_of(folder: GridFolder, settings: GridSettings, task: str) -> Work:
+    """The task of that name, ready to run."""
+    found = settings.task(task)
+    return SyntheticWork(settings, found) if isinstance(found, SyntheticTask) else TextWork(folder, settings, found)
+
+
+def run_cell(path: str, settings: GridSettings, cell: Cell, tell: Teller, device: torch.device) -> None:
+    """Train and evaluate one model; the body of a worker process."""
+    folder = GridFolder(Path(path))
+    own = folder.cell(cell)
+    own.mkdir(parents=True, exist_ok=True)
+    work = work_of(folder, settings, cell.task)
+    steps = sum(stage.steps for stage in work.stages)
+    engine, outcome = train_stages(
+        work.model_config(cell.arm),
+        settings.optimizer,
+        work.stages,
+        work.batches(cell.seed),
+        own / TRAINING,
+        seed=cell.seed,
+        log_every=max(1, steps // _CURVE_POINTS),
+        checkpoint_every=settings.system.checkpoint_every,
+        device=device,
+        on_progress=tell.training,
+    )
+    tell.note("evaluating")
+    model = engine.model.eval()
+    work.save(model, own / "model")
+    rows = work.rows().to(device)
+    measured = measure_reads(model, rows)
+    with torch.no_grad():
+        cache = model(rows[:1, :1]).cache
+    write_json_atomically(
+        own / "result.json",
+        {
+            "parameters": model.parameter_count,
+            "read_parameters": model.read_parameter_count,
+            "state_bytes": cache.state_bytes,
+            "steps": steps,
+            "tokens": outcome.tokens,
+            "seconds": outcome.seconds,
+            "curve": _curve(own / TRAINING / METRICS_FILE, work.stages),
+            "gate": None if measured is None else measured.gate["mean"],
+            "correction": None if measured is None else measured.correction["relative_size"],
+            "scores": [score._asdict() for score in work.score(model)],
+        },
+    )
+    shutil.rmtree(own / TRAINING / CHECKPOINTS)
+
+
+def read_cell(folder: GridFolder, cell: Cell) -> dict[str, Any]:
+    """What `run_cell` left."""
+    return _read(folder.cell(cell) / "result.json")
+
+
+def read_readings(folder: GridFolder, cell: Cell) -> dict[str, Any]:
+    """What `read_otherwise` left: for each way of reading its scores, and for `PUT_IN` the lambda."""
+    path = folder.cell(cell) / "readings.json"
+    return _read(path) if path.exists() else {}
+
+
+def read_otherwise(path: str, settings: GridSettings, cell: Cell, tell: Teller, device: torch.device) -> None:
+    """Evaluate the trained model of a cell with every intervention, and its backbone with the read step put in; the
+    body of a worker process. What is done already is kept.
+    """
+    folder = GridFolder(Path(path))
+    work = work_of(folder, settings, cell.task)
+    found = read_readings(folder, cell)
+    model = load_model(folder.cell(cell) / "model").to(device).eval()
+    for name in missing_readings(folder, settings, cell):
+        tell.note(f"reading: {name}")
+        result: dict[str, Any] = {}
+        if name == PUT_IN:
+            backbone = load_model(folder.cell(cell._replace(arm=parse_arm(cell.arm)[0])) / "model").to(device)
+            result["gate"] = read_cell(folder, cell)["gate"]
+            evaluated = put_in(backbone, model.config, result["gate"])
+        else:
+            evaluated = model
+            intervention = ReadIntervention.parse(name)
+            values = None
+            if intervention.gate != "own":
+                model.set_read("on")
+                values = collect_gate_values(model, work.rows())
+            model.set_read(intervention, gate_values=values)
+        result["scores"] = [score._asdict() for score in work.score(evaluated)]
+        found[name] = result
+        write_json_atomically(folder.cell(cell) / "readings.json", found)
+
+
+def missing_readings(folder: GridFolder, settings: GridSettings, cell: Cell) -> list[str]:
+    """The ways of reading that are asked for and not evaluated yet; none for an arm without a read step."""
+    wanted = list(settings.readings(cell.arm))
+    if wanted and has_two_by_two(settings, cell.arm):
+        wanted.append(PUT_IN)
+    found = read_readings(folder, cell) if wanted else {}
+    return [name for name in wanted if name not in found]
+
+
+def has_two_by_two(settings: GridSettings, arm: str) -> bool:
+    """Whether an arm's read step can be put into its backbone: the backbone is in the grid, and with a fixed lambda the
+    read step has no parameters of its own.
+    """
+    backbone, read = parse_arm(arm)
+    if read is None or backbone not in settings.arms or "gate" not in READS[read].takes:
+        return False
+    config = fixed_gate(settings.model_config(arm, vocab_size=8), 0.5)
+    with torch.device("meta"):
+        return CCQForCausalLM(config).read_parameter_count == 0
+
+
+def fixed_gate(config: CCQConfig, strength: float) -> CCQConfig:
+    """The configuration with one lambda for all tokens, heads and layers, and with the query's own length kept, as a
+    backbone needs it that was trained to read with that.
+    """
+    changed = copy.copy(config)
+    changed.gate = strength
+    # Gated DeltaNet reads unit queries in any case.
+    changed.keep_length = config.backbone != "gated-deltanet"
+    return changed
+
+
+def put_in(backbone: CCQForCausalLM, config: CCQConfig, strength: float) -> CCQForCausalLM:
+    """A model with the weights of `backbone`, on its device, that reads as `config` says with a fixed lambda.
+
+    With the correction off it is the backbone: the read step keeps the length of the query and adds no weights.
+    """
+    model = CCQForCausalLM(fixed_gate(config, strength)).to(backbone.device).eval()
+    model.load_state_dict(backbone.state_dict())
+    return model
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to make it again") from error
+    return result
+
+
+def _curve(metrics: Path, stages: tuple[AnyStage, ...]) -> list[GridPoint]:
+    """The loss on answers along the training; of steps that were left out there is no point."""
+    return [
+        {
+            "step": line["step"],
+            "tokens": tokens_before(stages, line["step"]),
+            "length": stage_at(stages, line["step"] - 1).length,
+            "loss": line.get("answer", line["loss"]),
+            "gate": sum(line["gate"]) / len(line["gate"]) if "gate" in line else None,
+        }
+        for line in read_metrics(metrics)
+        if not line.get("skipped")
+    ]

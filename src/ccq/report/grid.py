@@ -1,0 +1,736 @@
+"""The grid as tables, figures and one self-contained HTML page.
+
+Differences are paired by seed and by prompt: models of one seed started from the same weights and saw the same rows,
+and all models answer the same prompts. Each has two intervals, see `ccq.report.intervals`, and counts as a finding
+only where both leave out zero.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ccq.files import write_bytes_atomically
+from ccq.report.figures import (
+    _FAINT,
+    ArmStyle,
+    Figure,
+    LineEnd,
+    _count_text,
+    _forest,
+    _label_ends,
+    _plain_style,
+    _svg,
+    _two_lines,
+    arm_styles,
+)
+from ccq.report.html import ONE_SEED, Finding, _flattened, _listed, _plural
+from ccq.report.tables import (
+    Cell,
+    Difference,
+    Measured,
+    TextRow,
+    TextTable,
+    backbone_of,
+    difference_text,
+    interval_text,
+    measured_cell,
+    share_text,
+    summarize,
+    terminal_grid,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+    from ccq.evals.results import GridDifference, GridReading, GridResults, GridRunResult, GridScore, GridTaskResult
+
+METRICS = ("accuracy", "loss")
+PUT_IN = "put in"
+_TITLES = {"accuracy": "answers that are right, %", "loss": "loss on text, nats a token"}
+_KINDS = {
+    "arm": "an arm and its backbone, both as trained",
+    "training": "two models read alike",
+    "reading": "one model read in two ways",
+    "interaction": "the difference of two differences",
+}
+
+
+class Line(NamedTuple):
+    """What one kind of model scores at each setting of a task."""
+
+    label: str
+    arm: str
+    """Whose colour it has."""
+    reading: str
+    """"on" for as it was trained."""
+    values: dict[str, Measured]
+
+
+def arms_of_grid(results: GridResults) -> list[str]:
+    """In the order of the runs."""
+    return list(dict.fromkeys(run["arm"] for run in results["runs"]))
+
+
+def seeds_of_grid(results: GridResults) -> int:
+    return len({run["seed"] for run in results["runs"]})
+
+
+def metrics_of(results: GridResults, task: str) -> list[str]:
+    found = {score["metric"] for run in results["runs"] if run["task"] == task for score in run["scores"]}
+    return [metric for metric in METRICS if metric in found]
+
+
+def lines_of(results: GridResults, task: str, metric: str) -> list[Line]:
+    """Every arm as trained, and behind it in the other ways it was read."""
+    lines = []
+    for arm in arms_of_grid(results):
+        runs = [run for run in results["runs"] if (run["task"], run["arm"]) == (task, arm)]
+        lines.append(Line(arm, arm, "on", _measured([run["scores"] for run in runs], metric)))
+        readings = dict.fromkeys(reading["reading"] for run in runs for reading in run["readings"])
+        for name in readings:
+            found = [_reading(run, name) for run in runs]
+            scores = [reading["scores"] for reading in found if reading is not None]
+            lines.append(Line(_label(arm, name, found), arm, name, _measured(scores, metric)))
+    return lines
+
+
+def _reading(run: GridRunResult, name: str) -> GridReading | None:
+    return next((reading for reading in run["readings"] if reading["reading"] == name), None)
+
+
+def _label(arm: str, reading: str, found: Sequence[GridReading | None]) -> str:
+    if reading != PUT_IN:
+        return f"{arm}, {reading}"
+    gates = [each["gate"] for each in found if each is not None and each["gate"] is not None]
+    strength = f" at λ {sum(gates) / len(gates):.2g}" if gates else ""
+    return f"{backbone_of(arm)}, read put in{strength}"
+
+
+def _measured(runs: Sequence[Sequence[GridScore]], metric: str) -> dict[str, Measured]:
+    scores: dict[str, list[GridScore]] = {}
+    for run in runs:
+        for score in run:
+            if score["metric"] == metric:
+                scores.setdefault(score["setting"], []).append(score)
+    measured = {}
+    for setting, group in scores.items():
+        value = summarize((score["mean"] for score in group), group[0]["low"], group[0]["high"])
+        assert value is not None
+        measured[setting] = value
+    return measured
+
+
+def interval_of(difference: GridDifference) -> tuple[float, float] | None:
+    """The span of both intervals; None where there is none."""
+    intervals = [each for each in (difference["over_seeds"], difference["over_prompts"]) if each is not None]
+    if not intervals:
+        return None
+    return min(low for low, _ in intervals), max(high for _, high in intervals)
+
+
+def as_difference(difference: GridDifference) -> Difference:
+    """In the form that the figures of a comparison draw: its interval is the span of both."""
+    low, high = interval_of(difference) or (None, None)
+    source = "seeds" if difference["over_seeds"] is not None else "samples" if low is not None else None
+    name = difference["setting"]
+    metric = f"{difference['metric']} at {name}"
+    return Difference(
+        difference["second"],
+        difference["first"],
+        metric,
+        tuple(difference["by_seed"]),
+        difference["mean"],
+        low,
+        high,
+        source,
+    )
+
+
+def headline(results: GridResults) -> str:
+    """The verdict in one or two sentences."""
+    differences = [as_difference(each) for each in results["differences"] if each["kind"] == "arm"]
+    seeds = seeds_of_grid(results)
+    if not differences:
+        return "No arm was trained beside its own backbone, so there is nothing to compare."
+    if seeds < 2:
+        return f"{ONE_SEED} The figures below show what one run of each arm did, not which arm is better."
+    better = sum(difference.outcome == "better" for difference in differences)
+    worse = sum(difference.outcome == "worse" for difference in differences)
+    start = f"{seeds} seeds; of {_plural(len(differences), 'difference')} between an arm and its backbone, "
+    if not better and not worse:
+        return start + "none leaves zero out of both its intervals, so these runs settle nothing."
+    clear = better + worse
+    sides = f"{better or 'none'} in favour of the read step, {worse or 'none'} against it"
+    return f"{start}{clear} {'leaves' if clear == 1 else 'leave'} zero out of both intervals: {sides}."
+
+
+def findings(results: GridResults) -> list[Finding]:
+    """The sentences under the headline: for each task every arm against its backbone, then every other comparison over
+    all tasks, then what limits them.
+    """
+    found = []
+    groups: dict[tuple[str, ...], list[GridDifference]] = {}
+    for each in results["differences"]:
+        task = each["task"] if each["kind"] == "arm" else ""
+        groups.setdefault((task, each["kind"], each["first"], each["second"]), []).append(each)
+    for (task, kind, first, second), group in groups.items():
+        if kind == "arm":
+            found.append(_arm_finding(f"{task}: {first} against {second}", group))
+    for (_, kind, first, second), group in groups.items():
+        if kind != "arm":
+            found.append(_other_finding(f"{first} against {second}, {_KINDS[kind]}", kind, group))
+    found += [Finding("note", line) for line in _guessing(results)]
+    count = len(results["differences"])
+    if seeds_of_grid(results) > 1 and count > 5:
+        by_chance = max(1, round(count / 20))
+        text = f"{count} comparisons at 95 %: even if nothing differed, about {by_chance} could look like a difference."
+        found.append(Finding("note", text))
+    return found
+
+
+def _mark(outcomes: set[str]) -> str:
+    """The mark of several differences: theirs, where all that are clear agree."""
+    clear = outcomes & {"better", "worse"}
+    return "level" if not clear else clear.pop() if len(clear) == 1 else "note"
+
+
+def _arm_finding(start: str, differences: Sequence[GridDifference]) -> Finding:
+    """One arm and its backbone on one task, at all settings."""
+    outcomes = [as_difference(each).outcome for each in differences]
+    parts = [
+        f"{difference_text(each['metric'], each['mean'])} ({each['metric']}, {each['setting']})"
+        for each, outcome in zip(differences, outcomes, strict=True)
+        if outcome in ("better", "worse")
+    ]
+    if not parts:
+        return Finding("level", f"{start}: no difference beyond the intervals.")
+    rest = len(differences) - len(parts)
+    others = f"; {'the other' if rest == 1 else f'the other {rest}'} not beyond the intervals" if rest else ""
+    return Finding(_mark(set(outcomes)), f"{start}: {_listed(parts)}{others}.")
+
+
+def _other_finding(start: str, kind: str, differences: Sequence[GridDifference]) -> Finding:
+    """One comparison over all tasks and settings."""
+    outcomes = [as_difference(each).outcome for each in differences]
+    better, worse = outcomes.count("better"), outcomes.count("worse")
+    text = f"{start}: of {_plural(len(differences), 'difference')} "
+    if not better and not worse:
+        return Finding("level", f"{text}none is beyond the intervals.")
+    mark = "note" if kind == "interaction" else _mark(set(outcomes))
+    return Finding(
+        mark, f"{text}{better or 'none'} beyond the intervals in favour of the first, {worse or 'none'} against."
+    )
+
+
+def _guessing(results: GridResults) -> Iterator[str]:
+    """Which arms do not beat guessing among what a row shows; a difference between two guessers means nothing."""
+    for task in results["tasks"]:
+        guessing: dict[str, list[str]] = {}
+        for setting, chance in zip(task["settings"], task["chance"], strict=True):
+            lows: dict[str, float] = {}
+            for run in results["runs"]:
+                for score in run["scores"]:
+                    if (run["task"], score["setting"], score["metric"]) == (task["task"], setting, "accuracy"):
+                        low = score["mean"] if score["low"] is None else score["low"]
+                        lows[run["arm"]] = min(low, lows.get(run["arm"], low))
+            guessers = [arm for arm, low in lows.items() if chance is not None and low <= chance]
+            if guessers:
+                who = "every arm" if len(guessers) == len(lows) else _listed(guessers)
+                guessing.setdefault(who, []).append(f"{setting} ({share_text(chance or 0)})")
+        if guessing:
+            parts = [f"{who} with {_listed(settings)}" for who, settings in guessing.items()]
+            yield (
+                f"{task['task']}: not clearly above guessing among what a row shows: {'; '.join(parts)}. A difference "
+                "between two such arms says little."
+            )
+
+
+def grid_tables(results: GridResults) -> list[TextTable]:
+    """For every task and metric one table of scores, and for every arm with the 2 x 2 one of its effects."""
+    several = seeds_of_grid(results) > 1
+    spread = "mean ± standard deviation over seeds" if several else "95 % interval over prompts below"
+    tables = []
+    for task in results["tasks"]:
+        for metric in metrics_of(results, task["task"]):
+            lines = lines_of(results, task["task"], metric)
+            settings = [setting for setting in task["settings"] if any(setting in line.values for line in lines)]
+            is_share = metric == "accuracy"
+            rows = tuple(
+                TextRow(
+                    line.label if line.reading == "on" else f"  {line.label}",
+                    line.arm,
+                    tuple(
+                        measured_cell(line.values.get(setting), 1 if is_share else 3, percentage=is_share)
+                        for setting in settings
+                    ),
+                )
+                for line in lines
+            )
+            title = f"{task['task']}: {_TITLES[metric]}; {spread}"
+            tables.append(TextTable(title, (Cell("arm"), *(_header(setting) for setting in settings)), rows))
+    return tables
+
+
+def _header(setting: str) -> Cell:
+    """ "length 256" -> two lines."""
+    name, space, value = setting.rpartition(" ")
+    return Cell(name, value) if space and "," not in setting else Cell(setting)
+
+
+def two_by_two_tables(results: GridResults) -> list[TextTable]:
+    """For every task and arm: trained with and without the read step, read with and without it, and the effects."""
+    tables = []
+    for task in results["tasks"]:
+        arms = dict.fromkeys(
+            each["arm"]
+            for each in results["differences"]
+            if each["task"] == task["task"] and each["kind"] == "interaction"
+        )
+        for arm in arms:
+            for metric in metrics_of(results, task["task"]):
+                tables.append(_two_by_two_table(results, task, arm, metric))
+    return tables
+
+
+_EFFECTS = (
+    ("training", "read off"),
+    ("training", "read on"),
+    ("reading", "trained without"),
+    ("reading", "trained with"),
+    ("interaction", ""),
+)
+"""What training or reading with the step changes, and where."""
+
+
+def _two_by_two_table(results: GridResults, task: GridTaskResult, arm: str, metric: str) -> TextTable:
+    corners = two_by_two(results, task["task"], arm, metric)
+    effects = _effects(results, task["task"], arm, metric)
+    is_share = metric == "accuracy"
+    rows = []
+    for setting in task["settings"]:
+        if setting not in corners["with on"].values:
+            continue
+        cells = [
+            measured_cell(line.values[setting], 1 if is_share else 3, percentage=is_share) for line in corners.values()
+        ]
+        for effect in _EFFECTS:
+            found = effects[effect][setting]
+            low, high = interval_of(found) or (None, None)
+            text = difference_text(metric, found["mean"], unit=False)
+            cells.append(Cell(text, interval_text(metric, low, high)))
+        rows.append(TextRow(setting, setting, tuple(cells)))
+    header = [
+        Cell("setting"),
+        *(Cell(f"read {name.split()[1]}", f"trained {name.split()[0]}") for name in corners),
+        *(Cell(kind, words) for kind, words in _EFFECTS),
+    ]
+    return TextTable(f"{task['task']}, {arm}: {_TITLES[metric]}", tuple(header), tuple(rows))
+
+
+def two_by_two(results: GridResults, task: str, arm: str, metric: str) -> dict[str, Line]:
+    """The four corners: trained without and with the read step, read without and with it."""
+    lines = {(line.arm, line.reading): line for line in lines_of(results, task, metric)}
+    return {
+        "without off": lines[backbone_of(arm), "on"],
+        "without on": lines[arm, PUT_IN],
+        "with off": lines[arm, "off"],
+        "with on": lines[arm, "on"],
+    }
+
+
+def _effects(
+    results: GridResults, task: str, arm: str, metric: str
+) -> dict[tuple[str, str], dict[str, GridDifference]]:
+    effects: dict[tuple[str, str], dict[str, GridDifference]] = {effect: {} for effect in _EFFECTS}
+    backbone = backbone_of(arm)
+    for each in results["differences"]:
+        if (each["task"], each["arm"], each["metric"]) != (task, arm, metric):
+            continue
+        names = each["first"], each["second"]
+        if each["kind"] == "training":
+            effects["training", "read off" if names[1] == backbone else "read on"][each["setting"]] = each
+        elif each["kind"] == "reading" and names == (f"{arm}, on", f"{arm}, off"):
+            effects["reading", "trained with"][each["setting"]] = each
+        elif each["kind"] == "reading" and names[1] == backbone:
+            effects["reading", "trained without"][each["setting"]] = each
+        elif each["kind"] == "interaction":
+            effects["interaction", ""][each["setting"]] = each
+    return effects
+
+
+def grid_table(results: GridResults) -> Table:
+    """The terminal table: scores of every task, then the differences between arms and their backbones."""
+    differences = [each for each in results["differences"] if each["kind"] == "arm"]
+    tables = grid_tables(results)
+    if differences:
+        tables.append(
+            TextTable(
+                "Differences between an arm and its backbone, paired by seed and by prompt",
+                (
+                    Cell("task, setting"),
+                    Cell("arm"),
+                    Cell("difference"),
+                    Cell("95 %", "over seeds"),
+                    Cell("95 %", "over prompts"),
+                ),
+                tuple(
+                    TextRow(
+                        label,
+                        label,
+                        (
+                            Cell(each["first"]),
+                            Cell(difference_text(each["metric"], each["mean"])),
+                            Cell(_bounds(each, "over_seeds")),
+                            Cell(_bounds(each, "over_prompts")),
+                        ),
+                    )
+                    for each in differences
+                    for label in (f"{each['task']}, {each['setting']}",)
+                ),
+            )
+        )
+    notes = (
+        [(ONE_SEED + " A second seed may reverse any difference here.", "bold")] if seeds_of_grid(results) < 2 else []
+    )
+    return terminal_grid(tables, notes)
+
+
+def _bounds(difference: GridDifference, which: str) -> str:
+    bounds = difference[which]  # type: ignore[literal-required]
+    return "–" if bounds is None else interval_text(difference["metric"], *bounds)
+
+
+def _score_lines(
+    axes: Axes,
+    lines: Sequence[tuple[Line, ArmStyle]],
+    settings: Sequence[str],
+    metric: str,
+) -> list[LineEnd]:
+    """One line a kind of model over the settings, shifted sideways so that bars do not hide each other."""
+    scale = 100.0 if metric == "accuracy" else 1.0
+    ends = []
+    for index, (line, style) in enumerate(lines):
+        shift = (index - (len(lines) - 1) / 2) * min(0.08, 0.4 / len(lines))
+        points = [
+            (place + shift, line.values[setting]) for place, setting in enumerate(settings) if setting in line.values
+        ]
+        if not points:
+            continue
+        axes.plot(
+            [place for place, _ in points],
+            [scale * value.mean for _, value in points],
+            color=style.color,
+            linestyle=style.dashes,
+            linewidth=1.8,
+            marker=style.marker,
+            markersize=5.5,
+            markerfacecolor=style.color if style.filled else "white",
+        )
+        for place, value in points:
+            if len(value.values) > 1:
+                axes.scatter(
+                    [place] * len(value.values),
+                    [scale * each for each in value.values],
+                    s=9,
+                    color=style.dark,
+                    alpha=0.6,
+                    linewidths=0,
+                )
+            low, high = value.low, value.high
+            if value.deviation is not None:
+                low, high = value.mean - value.deviation, value.mean + value.deviation
+            if low is not None and high is not None:
+                axes.plot(
+                    [place] * 2,
+                    [scale * low, scale * high],
+                    color=style.dark,
+                    linewidth=1,
+                    alpha=0.75,
+                    zorder=1.5,
+                )
+        ends.append(LineEnd(points[-1][0], scale * points[-1][1].mean, _two_lines(line.label), style.color, style.dark))
+    axes.set_xticks(range(len(settings)), [_tick(setting) for setting in settings])
+    axes.set_xlim(-0.35, len(settings) - 1 + 0.35)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.set_ylabel(_TITLES[metric])
+    return ends
+
+
+def _tick(setting: str) -> str:
+    """ "needles 8, length 128" -> four short lines."""
+    return "\n".join(part.replace(" ", "\n", 1) for part in setting.split(", "))
+
+
+def _finish(axes: Axes, ends: list[LineEnd], metric: str, chances: Sequence[float | None]) -> None:
+    """Limits, guessing, and the names of the lines."""
+    if metric == "accuracy":
+        axes.set_ylim(-2, 102)
+        known = [(place, 100 * chance) for place, chance in enumerate(chances) if chance is not None]
+        if known:
+            axes.step(
+                [known[0][0] - 0.35, *(place for place, _ in known), known[-1][0] + 0.35],
+                [known[0][1], *(value for _, value in known), known[-1][1]],
+                where="mid",
+                color=_FAINT,
+                linewidth=0.9,
+                linestyle=(0, (1, 2)),
+            )
+            ends.append(LineEnd(axes.get_xlim()[1], known[-1][1], "guessing", _FAINT, _FAINT))
+    _label_ends(axes, ends)
+
+
+def _score_figures(results: GridResults, styles: Mapping[str, ArmStyle]) -> Iterator[Figure]:
+    several = seeds_of_grid(results) > 1
+    bars = (
+        "Bars are ± one standard deviation over seeds, dots single seeds"
+        if several
+        else "Bars are 95 % intervals over prompts"
+    )
+    for number, task in enumerate(results["tasks"]):
+        panels = []
+        for metric in metrics_of(results, task["task"]):
+
+            def draw(axes: Axes, task: GridTaskResult = task, metric: str = metric) -> None:
+                lines = [line for line in lines_of(results, task["task"], metric) if line.reading == "on"]
+                ends = _score_lines(axes, [(line, styles[line.arm]) for line in lines], task["settings"], metric)
+                _finish(axes, ends, metric, task["chance"])
+                axes.set_title("All arms as trained" if metric == "accuracy" else "Text without needles")
+
+            panels.append(_svg(f"score-{number}-{metric}", f"{task['task']}: {_TITLES[metric]}", (4.6, 3.4), draw))
+
+        def draw_curves(axes: Axes, task: GridTaskResult = task) -> None:
+            _curves(axes, results, task["task"], styles)
+            axes.set_title("Loss on answers during training")
+
+        panels.append(
+            _svg(f"curve-{number}", f"{task['task']}: loss on answers during training", (4.6, 3.4), draw_curves)
+        )
+        caption = (
+            f"{task['description']} {bars}; grey dots are guessing among what a row shows. Bands of the training "
+            "curves span the seeds."
+        )
+        yield Figure(f"task-{number}", f"{task['task']}: by difficulty", caption, tuple(panels))
+
+
+def _curves(axes: Axes, results: GridResults, task: str, styles: Mapping[str, ArmStyle]) -> None:
+    ends = []
+    for arm, style in styles.items():
+        runs = [run for run in results["runs"] if (run["task"], run["arm"]) == (task, arm) and run["curve"]]
+        if not runs:
+            continue
+        common = sorted(set.intersection(*({point["tokens"] for point in run["curve"]} for run in runs)))
+        columns = [
+            [point["loss"] for run in runs for point in run["curve"] if point["tokens"] == tokens] for tokens in common
+        ]
+        means = [sum(column) / len(column) for column in columns]
+        if len(runs) > 1:
+            axes.fill_between(
+                common, [min(c) for c in columns], [max(c) for c in columns], color=style.color, alpha=0.18, linewidth=0
+            )
+        axes.plot(common, means, color=style.color, linestyle=style.dashes, linewidth=1.6)
+        ends.append(LineEnd(common[-1], means[-1], _two_lines(arm), style.color, style.dark))
+    axes.margins(x=0.0)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_formatter(lambda tokens, _position: _count_text(tokens))
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("loss, nats an answer")
+    _label_ends(axes, ends)
+
+
+def _two_by_two_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> Figure | None:
+    panels = []
+    dots = (0, (1, 1.5))
+    for number, task in enumerate(results["tasks"]):
+        arms = dict.fromkeys(
+            each["arm"]
+            for each in results["differences"]
+            if (each["task"], each["kind"]) == (task["task"], "interaction")
+        )
+        for place, arm in enumerate(arms):
+            for metric in metrics_of(results, task["task"]):
+
+                def draw(axes: Axes, task: GridTaskResult = task, arm: str = arm, metric: str = metric) -> None:
+                    drawn = []
+                    for name, line in two_by_two(results, task["task"], arm, metric).items():
+                        trained, read = name.split()
+                        style = styles[arm if trained == "with" else backbone_of(arm)]
+                        style = style._replace(dashes="-" if read == "on" else dots, filled=read == "on")
+                        drawn.append((line._replace(label=f"trained {trained},\nread {read}"), style))
+                    ends = _score_lines(axes, drawn, task["settings"], metric)
+                    _finish(axes, ends, metric, task["chance"])
+                    axes.set_title(f"{task['task']}, {arm}")
+
+                name = f"two-by-two-{number}-{place}-{metric}"
+                panels.append(_svg(name, f"{task['task']}, {arm}: trained and read with and without", (4.6, 3.4), draw))
+    caption = (
+        "Dark: trained with the read step, light: without. Solid: read with it, dotted: without. If the step itself "
+        "carries a gain, solid is better than dotted of the same colour; if training with it does, dark is better than "
+        "light."
+    )
+    return Figure("two-by-two", "Training and reading", caption, tuple(panels)) if panels else None
+
+
+def _difference_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> Figure | None:
+    panels = []
+    for number, task in enumerate(results["tasks"]):
+        for metric in metrics_of(results, task["task"]):
+            own = [each for each in results["differences"] if (each["task"], each["metric"]) == (task["task"], metric)]
+            chosen = [as_difference(each) for each in own if each["kind"] == "arm"]
+            names = [each["setting"] for each in own if each["kind"] == "arm"]
+            if not chosen:
+                continue
+
+            def draw(
+                axes: Axes,
+                chosen: list[Difference] = chosen,
+                names: list[str] = names,
+                task: GridTaskResult = task,
+                metric: str = metric,
+            ) -> None:
+                _forest(axes, chosen, styles, 100.0 if metric == "accuracy" else 1.0, names)
+                better = "arm better →" if metric == "accuracy" else "← arm better"
+                unit = "points" if metric == "accuracy" else "nats"
+                axes.set_title(f"{task['task']}: {metric}, {unit}")
+                if metric == "accuracy":
+                    # Intervals of two or three seeds reach further than accuracies can differ.
+                    reach = min(max(map(abs, axes.get_xlim())), 105)
+                    axes.set_xlim(-reach, reach)
+                axes.set_xlabel(f"arm minus its backbone   ({better})")
+
+            size = (4.6, 1.0 + 0.3 * (len(chosen) + len({each.arm for each in chosen})))
+            panels.append(_svg(f"difference-{number}-{metric}", f"{task['task']}: arm minus backbone", size, draw))
+    caption = (
+        "Each point is the mean over seeds, small dots are single seeds, and the bar spans both 95 % intervals, over "
+        "seeds and over prompts"
+        if seeds_of_grid(results) > 1
+        else "The bar is the 95 % interval over prompts of this one seed; another seed can move the point further"
+    )
+    caption += ". A bar that crosses zero settles nothing."
+    return Figure("differences", "Differences to the backbone", caption, tuple(panels)) if panels else None
+
+
+def grid_figures(results: GridResults) -> list[Figure]:
+    """The report's figures in reading order."""
+    styles = arm_styles(arms_of_grid(results))
+    figures = [
+        _difference_figure(results, styles),
+        _two_by_two_figure(results, styles),
+        *_score_figures(results, styles),
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def grid_figure_png(results: GridResults, path: str | os.PathLike[str]) -> None:
+    """Write one PNG: the scores of every task by difficulty, up to three side by side. The file is replaced whole; its
+    folder must exist.
+    """
+    from matplotlib.figure import Figure as MatplotlibFigure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    styles = arm_styles(arms_of_grid(results))
+    columns = min(len(results["tasks"]), 3)
+    rows = -(-len(results["tasks"]) // columns)
+    with _plain_style():
+        layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.08)
+        figure = MatplotlibFigure(figsize=(4.8 * columns, 3.7 * rows), dpi=120, layout=layout)
+        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes, task in zip(grid, results["tasks"], strict=False):
+            lines = [line for line in lines_of(results, task["task"], "accuracy") if line.reading == "on"]
+            ends = _score_lines(axes, [(line, styles[line.arm]) for line in lines], task["settings"], "accuracy")
+            _finish(axes, ends, "accuracy", task["chance"])
+            axes.set_title(task["task"])
+        for axes in grid[len(results["tasks"]) :]:
+            axes.set_visible(False)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
+    write_bytes_atomically(path, buffer.getvalue())
+
+
+def _all_differences(results: GridResults) -> list[dict[str, str]]:
+    return [
+        {
+            "task": each["task"],
+            "setting": each["setting"],
+            "what": _KINDS[each["kind"]],
+            "pair": f"{each['first']} − {each['second']}",
+            "difference": difference_text(each["metric"], each["mean"]),
+            "seeds": _bounds(each, "over_seeds"),
+            "prompts": _bounds(each, "over_prompts"),
+            "outcome": "note" if each["kind"] == "interaction" else as_difference(each).outcome,
+        }
+        for each in results["differences"]
+    ]
+
+
+def _run_facts(results: GridResults) -> list[tuple[str, str]]:
+    facts = []
+    for task in results["tasks"]:
+        for arm in arms_of_grid(results):
+            runs = [run for run in results["runs"] if (run["task"], run["arm"]) == (task["task"], arm)]
+            first = runs[0]
+            text = (
+                f"{first['steps']:,} steps, {first['tokens']:,} tokens a run, {first['parameters']:,} parameters, "
+                f"{_plural(len(runs), 'seed')}, {sum(run['seconds'] for run in runs):,.0f} s in all"
+            )
+            gates = [run["gate"] for run in runs if run["gate"] is not None]
+            if gates:
+                corrections = [run["correction"] for run in runs if run["correction"] is not None]
+                text += (
+                    f"; mean λ {sum(gates) / len(gates):.3f}, correction "
+                    f"{100 * sum(corrections) / len(corrections):.2f} % of a query"
+                )
+            facts.append((f"{task['task']}, {arm}", text))
+    return facts
+
+
+def render_grid_report(results: GridResults) -> str:
+    """The page as text; equal results give equal text."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    # "95 %" must not break between the figure and its sign.
+    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
+    folder = resources.files("ccq.report")
+    template = environment.from_string(folder.joinpath("grid.html.j2").read_text(encoding="utf-8"))
+    # The panels are built by our own plotting code, in which matplotlib has escaped every string.
+    figures = [
+        {**figure._asdict(), "panels": [Markup(panel) for panel in figure.panels]} for figure in grid_figures(results)
+    ]
+    arms = arms_of_grid(results)
+    facts: list[tuple[str, Any]] = [("Runs", _run_facts(results))]
+    settings = {name: value for name, value in results["settings"].items() if name != "tasks"}
+    facts += [("Settings", _flattened(settings))]
+    facts += [(f"Task {name}", _flattened(values)) for name, values in results["settings"]["tasks"].items()]
+    facts += [("Machine and versions", _flattened(dict(results["environment"])))]
+    return template.render(
+        name=results["name"],
+        created=results["created"].replace("T", " ").replace("+00:00", " UTC"),
+        arms=arms,
+        seeds=seeds_of_grid(results),
+        styles=arm_styles(arms),
+        headline=headline(results),
+        findings=findings(results),
+        tables=grid_tables(results),
+        two_by_two=two_by_two_tables(results),
+        differences=_all_differences(results),
+        figures=figures,
+        tasks=results["tasks"],
+        facts=facts,
+        version=results["environment"]["ccq"],
+        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
+    )
+
+
+def write_grid_report(results: GridResults, path: str | os.PathLike[str]) -> None:
+    """Write the self-contained HTML report of a grid to `path`, whole or not at all. The folder must exist."""
+    write_bytes_atomically(path, render_grid_report(results).encode())

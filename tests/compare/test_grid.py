@@ -1,0 +1,398 @@
+"""Grids: their files, and one on a small scale whose figures are recomputed from the models it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import yaml
+from rich.console import Console
+
+from ccq.cli import main
+from ccq.compare.cell import PUT_IN, TaskSteps, fixed_gate, put_in
+from ccq.compare.folder import GridFolder
+from ccq.compare.grid import Cell, GridSettings, SyntheticTask, load_grid
+from ccq.compare.pool import default_runs_per_device, devices_for
+from ccq.compare.run_grid import compare_grid
+from ccq.data.loader import IGNORE_INDEX
+from ccq.data.needles import evaluation_windows
+from ccq.evals.recall import EVALUATION_SEED
+from ccq.evals.results import GridDifference, GridResults, read_results
+from ccq.models import CCQForCausalLM, preset
+from ccq.models.modeling import load_model
+
+TEXT = "def area(width, height):\n    '''The area of a rectangle, in square metres.'''\n    return width * height\n"
+RECALL: dict[str, Any] = {
+    "kind": "recall",
+    "length": 12,
+    "pairs": 3,
+    "queries": 2,
+    "keys": 4,
+    "values": 2,
+    "prompts": 30,
+    "stages": [{"batch_size": 4, "steps": 3, "pairs": 1, "queries": 1}, {"batch_size": 8, "steps": 5}],
+    "evaluate": [{"pairs": 2}, {"pairs": 4, "length": 16}],
+}
+SMALL: dict[str, Any] = {
+    "model": {"scale": "tiny", "hidden_size": 16, "num_layers": 1, "intermediate_size": 16},
+    "arms": ["gla", "gla+ccq"],
+    "seeds": 2,
+    "tasks": {"pairs": RECALL},
+    "optimizer": {"warmup_steps": 2, "learning_rate": 0.02},
+    "system": {"device": "cpu", "runs_per_device": 2, "checkpoint_every": 1},
+}
+
+
+def grid(**changes: Any) -> GridSettings:
+    return GridSettings.from_dict({**SMALL, **changes})
+
+
+def run(folder: Path, settings: GridSettings) -> GridResults:
+    return compare_grid(folder, settings, console=Console(quiet=True))
+
+
+Finished = tuple[GridFolder, GridSettings, GridResults]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    text = tmp_path_factory.mktemp("text")
+    for n in range(8):
+        (text / f"part{n}.py").write_text("".join(f"# line {n * 1000 + i}\n{TEXT}" for i in range(60)))
+    folder = GridFolder(tmp_path_factory.mktemp("runs") / "small")
+    tasks = {"pairs": RECALL, "words": {"kind": "text", "preset": "smoke", "folder": str(text)}}
+    settings = grid(tasks=tasks, interventions=["scale=0.5", "gate=mean"])
+    return folder, settings, run(folder.path, settings)
+
+
+def scores_of(folder: GridFolder, cell: Cell, reading: str = "on") -> dict[tuple[str, str], np.ndarray[Any, Any]]:
+    if reading == "on":
+        found = json.loads((folder.cell(cell) / "result.json").read_bytes())["scores"]
+    else:
+        found = json.loads((folder.cell(cell) / "readings.json").read_bytes())[reading]["scores"]
+    return {(score["setting"], score["metric"]): np.array(score["values"]) for score in found}
+
+
+def shares_by_hand(model: CCQForCausalLM, task: Any, prompts: int) -> list[float]:
+    batch = task.batch(seed=EVALUATION_SEED, step=0, batch_size=prompts)
+    shares = []
+    with torch.no_grad():
+        for tokens, targets in zip(batch.inputs, batch.targets.tolist(), strict=True):
+            said = model(tokens[None]).logits[0].argmax(-1).tolist()
+            right = [word == target for word, target in zip(said, targets, strict=True) if target != IGNORE_INDEX]
+            shares.append(sum(right) / len(right))
+    return shares
+
+
+def test_every_cell_has_its_figures(finished: Finished) -> None:
+    folder, settings, results = finished
+    assert read_results(folder.results, "grid") == results
+    cells = [(run["task"], run["arm"], run["seed"]) for run in results["runs"]]
+    assert cells == [(t, a, s) for t in ("pairs", "words") for s in (0, 1) for a in ("gla", "gla+ccq")]
+    for result in results["runs"]:
+        readings = [reading["reading"] for reading in result["readings"]]
+        has_read = result["arm"] == "gla+ccq"
+        assert readings == (["off", "scale=0.5", "gate=mean", PUT_IN] if has_read else [])
+        assert (result["gate"] is None) != has_read
+        # One layer, two heads: a weight a channel and a bias each.
+        assert result["read_parameters"] == (2 * 64 + 2 if has_read else 0)
+        if result["task"] == "pairs":
+            assert result["tokens"] == 3 * 4 * 12 + 5 * 8 * 12
+            assert [score["setting"] for score in result["scores"]] == ["pairs 2", "pairs 4, length 16"]
+    assert "gla+ccq" in folder.report.read_text()
+    assert folder.figure.read_bytes()[:4] == b"\x89PNG"
+    assert settings.plan()[0] == ("pairs", "gla", 0, 8, 3 * 4 * 12 + 5 * 8 * 12)
+
+
+def test_scores_are_those_of_the_models_that_are_left(finished: Finished) -> None:
+    folder, settings, _ = finished
+    cell = Cell("pairs", "gla+ccq", 1)
+    model = load_model(folder.cell(cell) / "model")
+    task = settings.task("pairs")
+    assert isinstance(task, SyntheticTask)
+    for reading in ("on", "off", "scale=0.5"):
+        model.set_read(reading)
+        found = scores_of(folder, cell, reading)
+        for setting in task.settings:
+            expected = shares_by_hand(model, setting.task, task.prompts)
+            np.testing.assert_array_equal(found[setting.name, "accuracy"], expected)
+
+
+def test_text_is_scored_window_by_window(finished: Finished) -> None:
+    folder, _, _ = finished
+    cell = Cell("words", "gla", 0)
+    model = load_model(folder.cell(cell) / "model")
+    data = folder.text("words")
+    held_out, tokenizer = data.tokens().held_out, data.tokenizer()
+    found = scores_of(folder, cell)
+    windows = evaluation_windows(
+        held_out, seed=0, length=128, windows=20, vocabulary=tokenizer.needle_vocabulary, needles=4, depth_bins=5
+    )
+    with torch.no_grad():
+        right = [
+            float(int(model(tokens[None]).logits[0, -1].argmax()) == int(answer))
+            for tokens, answer in zip(windows.tokens, windows.answers, strict=True)
+        ]
+        np.testing.assert_array_equal(found["length 128", "accuracy"], right)
+        tokens = torch.from_numpy(held_out[:1025].astype(np.int64))
+        losses = [
+            torch.nn.functional.cross_entropy(
+                model(tokens[None, start : start + 256]).logits[0].double(), tokens[start + 1 : start + 257]
+            ).item()
+            for start in range(0, 1024, 256)
+        ]
+    assert found["length 256", "loss"] == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_read_step_put_in_is_the_backbone_when_it_is_off() -> None:
+    for name in ("gla", "gated-deltanet"):
+        torch.manual_seed(0)
+        backbone = CCQForCausalLM(preset(f"{name}-tiny", vocab_size=20)).eval()
+        model = put_in(backbone, preset(f"{name}+ccq-tiny", vocab_size=20), 0.7)
+        tokens = torch.randint(20, (2, 40))
+        with torch.no_grad():
+            on = model(tokens).logits
+            model.set_read("off")
+            off, expected = model(tokens).logits, backbone(tokens).logits
+        torch.testing.assert_close(off, expected, rtol=1e-4, atol=1e-5)
+        assert (on - expected).abs().max() > 1e-3
+
+
+def test_the_read_step_is_put_in_at_the_mean_lambda_of_its_arm(finished: Finished) -> None:
+    folder, settings, results = finished
+    cell = Cell("pairs", "gla+ccq", 1)
+    trained = load_model(folder.cell(cell) / "model")
+    given = next(run for run in results["runs"] if (run["task"], run["arm"], run["seed"]) == cell)
+    model = CCQForCausalLM(fixed_gate(trained.config, given["gate"])).eval()
+    model.load_state_dict(load_model(folder.cell(cell._replace(arm="gla")) / "model").state_dict())
+    task = settings.task("pairs")
+    assert isinstance(task, SyntheticTask)
+    setting = task.settings[1]
+    found = scores_of(folder, cell, PUT_IN)[setting.name, "accuracy"]
+    np.testing.assert_array_equal(found, shares_by_hand(model, setting.task, task.prompts))
+    (reading,) = [reading for reading in given["readings"] if reading["reading"] == PUT_IN]
+    assert reading["gate"] == given["gate"]
+
+
+def test_differences_are_paired_by_seed_and_by_prompt(finished: Finished) -> None:
+    folder, _, results = finished
+
+    def corner(arm: str, reading: str, key: tuple[str, str]) -> np.ndarray[Any, Any]:
+        return np.stack([scores_of(folder, Cell("words", arm, seed), reading)[key] for seed in (0, 1)])
+
+    def difference(kind: str, first: str, second: str, key: tuple[str, str]) -> GridDifference:
+        (found,) = (
+            each
+            for each in results["differences"]
+            if (each["task"], each["kind"], each["first"], each["second"]) == ("words", kind, first, second)
+            and (each["setting"], each["metric"]) == key
+        )
+        return found
+
+    key = ("length 64", "loss")
+    plain, put = corner("gla", "on", key), corner("gla+ccq", PUT_IN, key)
+    off, on = corner("gla+ccq", "off", key), corner("gla+ccq", "on", key)
+    half = corner("gla+ccq", "scale=0.5", key)
+    expected = {
+        ("arm", "gla+ccq", "gla"): on - plain,
+        ("training", "gla+ccq, off", "gla"): off - plain,
+        ("training", "gla+ccq, on", "gla, read put in"): on - put,
+        ("reading", "gla+ccq, on", "gla+ccq, off"): on - off,
+        ("reading", "gla, read put in", "gla"): put - plain,
+        ("reading", "gla+ccq, scale=0.5", "gla+ccq, on"): half - on,
+        ("interaction", "gla+ccq: on − off", "gla: put in − as trained"): (on - off) - (put - plain),
+    }
+    for names, values in expected.items():
+        found = difference(*names, key)
+        assert found["by_seed"] == pytest.approx(values.mean(1))
+        assert found["mean"] == pytest.approx(values.mean())
+        for name, sample in (("over_seeds", values.mean(1)), ("over_prompts", values.mean(0))):
+            interval = scipy.stats.ttest_1samp(sample, 0).confidence_interval(0.95)
+            assert found[name] == pytest.approx(list(interval)), name  # type: ignore[literal-required]
+
+
+def test_a_finished_grid_is_only_reported(finished: Finished) -> None:
+    folder, settings, results = finished
+    stamps = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*.json")}
+    folder.report.unlink()
+    assert run(folder.path, settings) == results
+    assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*.json")} == stamps
+    assert folder.report.exists()
+
+
+def test_other_interventions_train_nothing_again(finished: Finished) -> None:
+    folder, settings, results = finished
+    stamps = {path: path.stat().st_mtime_ns for path in folder.path.rglob("result.json")}
+    changed = run(folder.path, settings.with_interventions(["scale=0"]))
+    assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("result.json")} == stamps
+    readings = {r["reading"]: r for r in changed["runs"][1]["readings"]}
+    assert set(readings) == {"off", "scale=0", PUT_IN}
+    # A correction of size zero reads as one that is off.
+    assert [s["mean"] for s in readings["scale=0"]["scores"]] == [s["mean"] for s in readings["off"]["scores"]]
+    again = run(folder.path, settings)
+    assert {**again, "created": ""} == {**results, "created": ""}
+
+
+def test_other_settings_in_the_same_folder_are_named(finished: Finished) -> None:
+    folder, settings, _ = finished
+    with pytest.raises(ValueError, match=r"holds a grid with other settings: seeds is 2 there and 3 here"):
+        run(folder.path, dataclasses.replace(settings, seeds=3))
+
+
+def test_a_killed_grid_goes_on_and_ends_the_same(tmp_path: Path, finished: Finished) -> None:
+    """Killed without warning while its cells train, as a power cut would; then the same call again."""
+    file = tmp_path / "grid.yaml"
+    file.write_text(yaml.safe_dump(SMALL, sort_keys=False))
+    folder = tmp_path / "killed"
+    code = "import sys; from ccq.cli import main\nif __name__ == '__main__':\n    sys.exit(main(sys.argv[1:]))\n"
+    script = tmp_path / "job.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script), "compare", str(file), "--out", str(folder)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("tasks/pairs/arms/*/training/checkpoints/step-????????")):
+        assert process.poll() is None, "ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(1)  # the cells notice that their parent is gone after the step they are in
+    results = run(folder, load_grid(file))
+    expected = [each for each in finished[2]["runs"] if each["task"] == "pairs"]
+    for ours, theirs in zip(results["runs"], expected, strict=True):
+        assert ours["scores"] == theirs["scores"] and ours["gate"] == theirs["gate"]
+        assert ours["curve"] == theirs["curve"]
+
+
+def test_an_unreadable_text_leaves_the_folder_free(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "picture.png").write_bytes(b"\x89PNG\x00\x01")
+    task = {"kind": "text", "preset": "smoke", "folder": str(tmp_path / "text")}
+    with pytest.raises(ValueError, match=r"picture.png"):
+        run(tmp_path / "run", grid(tasks={"words": task}))
+    GridFolder(tmp_path / "run").claim(grid())
+
+
+def test_all_arms_see_the_same_rows_of_the_stage_that_a_step_is_in() -> None:
+    task = grid().task("pairs")
+    assert isinstance(task, SyntheticTask)
+    steps = iter(TaskSteps(task.stages, seed=1))
+    for step in range(8):
+        (given,) = next(steps)
+        easy = step < 3
+        made = dataclasses.replace(task.task, pairs=1, queries=1) if easy else task.task  # type: ignore[type-var]
+        expected = made.batch(seed=1, step=step, batch_size=4 if easy else 8)
+        assert torch.equal(given.inputs, expected.inputs) and torch.equal(given.targets, expected.targets)
+
+
+def test_a_grid_survives_its_file(tmp_path: Path) -> None:
+    names = ["text", "recall", "needle", "needles", "frequent-needle", "frequent-words", "common-words"]
+    for settings in (grid(interventions=["gate=mean"]), grid(tasks=names), grid(tasks=names, preset="smoke")):
+        file = tmp_path / "grid.yaml"
+        file.write_text(yaml.safe_dump(json.loads(json.dumps(settings.to_dict())), sort_keys=False))
+        assert load_grid(file) == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 3}, r"unknown key seed \(did you mean 'seeds'\?\); accepted: preset, model, arms"),
+        ({"arms": "gla"}, "arms must be a list, got 'gla'"),
+        ({"arms": ["gla", "gla+cqc"]}, r"unknown arm 'gla\+cqc' \(did you mean 'gla\+ccq'\?\)"),
+        ({"arms": ["gla", "gla"]}, "named more than once: gla"),
+        ({"seeds": 0}, "seeds must be a whole number of at least 1"),
+        ({"model": {"hiden_size": 3}}, r"model: unknown model option 'hiden_size' \(did you mean 'hidden_size'\?\)"),
+        ({"optimizer": {"learning_rat": 1}}, r"unknown key optimizer.learning_rat \(did you mean 'learning_rate'"),
+        ({"system": {"runs_per_device": 0}}, "system.runs_per_device must be at least 1, got 0"),
+        ({"system": {"device": "gpu"}}, "system.device must be one of cpu, cuda"),
+        ({"tasks": 3}, "tasks must be names with their options"),
+        ({"tasks": ["recal"]}, r"no preset has a task 'recal' \(did you mean 'recall'\?\)"),
+        ({"tasks": {"a/b": RECALL}}, "a task's name is made of small letters and digits"),
+        ({"tasks": {"mine": {**RECALL, "kind": "recal"}}}, r"tasks.mine.kind: unknown kind 'recal' \(did you mean"),
+        ({"tasks": {"mine": {**RECALL, "pares": 3}}}, r"unknown key tasks.mine.pares \(did you mean 'pairs'\?\)"),
+        ({"tasks": {"mine": {**RECALL, "length": 5}}}, "tasks.mine: length 5 is too short for 3 pairs"),
+        ({"tasks": {"mine": {**RECALL, "stages": []}}}, "tasks.mine.stages is empty"),
+        (
+            {"tasks": {"mine": {**RECALL, "stages": [{"batch_size": 2}]}}},
+            r"tasks.mine.stages\[0\].steps must be a whole number, got None",
+        ),
+        (
+            {"tasks": {"mine": {**RECALL, "evaluate": [{"pairs": 2}, {"pairs": 9}]}}},
+            r"tasks.mine.evaluate\[1\]: 9 pairs need as many different keys",
+        ),
+        (
+            {"tasks": {"mine": {**RECALL, "evaluate": [{"keys": 9}]}}},
+            r"tasks.mine.evaluate\[0\].keys gives tokens their meaning",
+        ),
+        ({"tasks": {"text": {"preset": "tinny"}}}, "unknown preset 'tinny'"),
+        ({"interventions": ["of"]}, "interventions: 'of' is no read intervention"),
+        ({"interventions": ["layers=7"]}, "interventions: no arm can be read with 'layers=7'"),
+        ({"interventions": "off"}, "interventions must be a list, got 'off'"),
+        ({"arms": ["gla"], "interventions": [False]}, "interventions: no arm can be read with 'off'"),
+    ],
+)
+def test_what_a_grid_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grid(**changes)
+
+
+def test_files_that_are_no_grid_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    for content, message in (("a: [", "is not YAML"), ("- 1", "must hold keys and values")):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_grid(file)
+
+
+def test_a_dry_run_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text(yaml.safe_dump(SMALL, sort_keys=False))
+    assert main(["compare", str(file), "--out", str(tmp_path / "run"), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:-1]] == [
+        ["pairs", arm, str(seed), "8", "624"] for seed in (0, 1) for arm in ("gla", "gla+ccq")
+    ]
+    assert lines[-1] == "4 runs"
+    assert main(["compare", "--out", str(tmp_path / "run"), "--arms", "gla", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 runs"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["grid.yaml", "--seeds", "2"], "--preset, --arms, --seeds, --task and --text are what grid.yaml says"),
+        (["--device", "cpu"], "--device is of a grid"),
+        (["--task", "recall", "--text", "x"], "--text is what the task text is made of"),
+        (["--task", "needels"], r"no preset has a task 'needels' \(did you mean 'needles'\?\)"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_named(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert main(["compare", "--out", str(tmp_path / "run"), *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_runs_are_spread_over_devices() -> None:
+    assert devices_for("cpu") == [torch.device("cpu")]
+    assert default_runs_per_device(devices_for("cpu")) == len(os.sched_getaffinity(0))
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    assert default_runs_per_device(gpus) == min(max(len(os.sched_getaffinity(0)) // 2, 1), 4)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch finds no GPU"):
+            devices_for("cuda")
