@@ -33,7 +33,9 @@ def test_wrong_input_ends_with_one_clear_line(
     [
         (["compare"], "required: --out"),
         (["compare", "--out", "x", "--seeds", "0"], "a whole number of at least 1 is needed, got '0'"),
-        (["compare", "--out", "x", "--sedes", "2"], "unrecognized arguments: --sedes"),
+        (["compare", "--out", "x", "--sedes", "2"], "unrecognized arguments: --sedes (did you mean --seeds?)"),
+        (["compare", "--sedes=2"], "ccq compare: error: unrecognized arguments: --sedes (did you mean --seeds?)"),
+        (["bench", "layer", "--zzz"], "ccq bench layer: error: unrecognized arguments: --zzz\n"),
         (["trian"], "invalid choice: 'trian'"),
         ([], "required: COMMAND"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 if it failed, 2 for wrong input, 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="ccq", description="Curvature-Conditioned Query: linear attention that reads with q - lambda Cov(keys) q."
     )
     parser.add_argument("--version", action="version", version=f"ccq {__version__}")
@@ -45,6 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ccq: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names an option that is unknown before anything else that is wrong, with the nearest one and the usage of its
+    command. argparse would take the value behind it for an argument, say first what is missing, and show the usage of
+    `ccq` alone.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        known = [option for action in self._actions for option in action.option_strings]
+        has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        for text in itertools.takewhile(lambda text: text != "--", () if has_commands else given):
+            option = text.partition("=")[0]
+            # With a space in it, it is an argument.
+            if option.startswith("--") and " " not in option and not any(name.startswith(option) for name in known):
+                nearest = difflib.get_close_matches(option, known, 1)
+                hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+                self.error(f"unrecognized arguments: {option}{hint}")
+        return super().parse_known_args(args, namespace)
 
 
 def _positive(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,51 @@ def lock_folder(folder: str | os.PathLike[str], activity: str) -> Iterator[None]
         except BlockingIOError:
             raise ValueError(f"another {activity} is running in {folder}; wait for it to end") from None
         yield
+
+
+def claim_folder(
+    folder: Path,
+    name: str,
+    settings: dict[str, Any],
+    activity: str,
+    *,
+    compared: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> None:
+    """Make a folder that of an activity with these settings, or find that it already is.
+
+    Args:
+        folder: made if missing.
+        name: the file with the settings, which marks the folder.
+        settings: JSON values.
+        activity: what runs in the folder, for messages, such as "comparison".
+        compared: the part of the settings that must stay as it is; all of it unless given.
+
+    Raises:
+        ValueError: the folder belongs to other settings (the message names them), or holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; --out takes the folder of a {activity}, which is made if missing")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    asked = json.loads(json.dumps(settings))
+    if not file.exists():
+        strangers = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if strangers:
+            raise ValueError(
+                f"{folder} holds other files ({', '.join(strangers[:5])}) and no {activity}; choose an empty or new "
+                "folder with --out"
+            )
+        write_json_atomically(file, asked)
+        return
+    try:
+        different = setting_differences(compared(json.loads(file.read_bytes())), compared(asked))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete {folder} or choose another --out") from error
+    if different:
+        raise ValueError(
+            f"{folder} holds a {activity} with other settings: {'; '.join(different)}. Choose another --out, or delete "
+            "the folder"
+        )
 
 
 def setting_differences(found: Any, asked: Any, name: str = "") -> list[str]:

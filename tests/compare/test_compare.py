@@ -21,7 +21,9 @@ from ccq.compare import CompareSettings, Stage, TrainConfig, compare, compare_pr
 from ccq.compare.arm import load_arm_model
 from ccq.compare.folder import RunFolder
 from ccq.data.needles import evaluation_windows
+from ccq.evals.harness import load
 from ccq.evals.results import CompareResults, read_results
+from ccq.models.training_record import read_training_record
 
 TEXT = "def area(width, height):\n    '''The area of a rectangle, in square metres.'''\n    return width * height\n"
 
@@ -111,6 +113,24 @@ def test_figures_are_those_of_the_model_that_is_left(finished: Finished) -> None
             for tokens, answer in zip(windows.tokens, windows.answers, strict=True)
         )
     assert result["needle_by_length"][1]["correct"] == correct
+
+
+def test_a_model_knows_its_training(finished: Finished) -> None:
+    folder, settings, results = finished
+    records = {
+        (arm, seed): read_training_record(folder.arm(arm, seed) / "model") for arm in settings.arms for seed in (0, 1)
+    }
+    for (arm, seed), record in records.items():
+        assert record is not None
+        assert (record["seed"], record["steps"], record["tokens"]) == (seed, 6, 3 * 4 * 32 + 3 * 2 * 48)
+        assert record["settings"]["model"] == {"preset": f"{arm}-tiny"}
+        assert record["settings"]["task"]["stages"][1] == {"length": 48, "batch_size": 2, "steps": 3}
+        assert record["settings"]["optimizer"]["learning_rate"] == 3e-3
+        assert record["settings"]["corpus_sha256"] == results["corpus"]["sha256"]
+        # But for the seed, one arm's trainings are the same.
+        assert record["settings"] == records[arm, 0]["settings"]  # type: ignore[index]
+    described = load(str(folder.arm("gla+ccq", 1) / "model"), device="cpu").described()
+    assert described["training"] == records["gla+ccq", 1]
 
 
 def test_a_finished_comparison_is_only_reported(finished: Finished) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,10 +22,10 @@ import yaml
 from rich.console import Console
 
 from ccq.cli import main
-from ccq.compare.cell import PUT_IN, TaskSteps, fixed_gate, put_in
-from ccq.compare.folder import GridFolder
+from ccq.compare.cell import PUT_IN, TaskSteps, fixed_gate, put_in, run_cell
+from ccq.compare.folder import GridFolder, what_is_learned
 from ccq.compare.grid import Cell, GridSettings, SyntheticTask, load_grid
-from ccq.compare.pool import default_runs_per_device, devices_for
+from ccq.compare.pool import Teller, default_runs_per_device, devices_for
 from ccq.compare.run_grid import compare_grid
 from ccq.data.loader import IGNORE_INDEX
 from ccq.data.needles import evaluation_windows
@@ -31,6 +33,7 @@ from ccq.evals.recall import EVALUATION_SEED
 from ccq.evals.results import GridDifference, GridResults, read_results
 from ccq.models import CCQForCausalLM, preset
 from ccq.models.modeling import load_model
+from ccq.models.training_record import read_training_record
 
 TEXT = "def area(width, height):\n    '''The area of a rectangle, in square metres.'''\n    return width * height\n"
 RECALL: dict[str, Any] = {
@@ -127,6 +130,49 @@ def test_scores_are_those_of_the_models_that_are_left(finished: Finished) -> Non
         for setting in task.settings:
             expected = shares_by_hand(model, setting.task, task.prompts)
             np.testing.assert_array_equal(found[setting.name, "accuracy"], expected)
+
+
+def test_a_model_knows_its_training(finished: Finished) -> None:
+    folder, _, results = finished
+    for result in results["runs"]:
+        cell = Cell(result["task"], result["arm"], result["seed"])
+        record = read_training_record(folder.cell(cell) / "model")
+        assert record is not None
+        assert [record[name] for name in ("seed", "steps", "tokens")] == [  # type: ignore[literal-required]
+            result[name]
+            for name in ("seed", "steps", "tokens")  # type: ignore[literal-required]
+        ]
+        known = record["settings"]
+        sizes = {name: value for name, value in SMALL["model"].items() if name != "scale"}
+        assert known["model"] == {"preset": f"{cell.arm}-tiny", **sizes}
+        assert known["optimizer"]["learning_rate"] == 0.02 and known["optimizer"]["decay_gate_bias"] is False
+        if cell.task == "pairs":
+            assert known["task"]["pairs"] == 3 and known["task"]["stages"][0]["pairs"] == 1
+            assert not {"prompts", "evaluate"} & set(known["task"])
+        else:
+            assert known["tokenizer_sha256"] == folder.text("words").tokenizer().sha256
+
+
+@pytest.mark.parametrize("decayed", [False, True])
+def test_the_bias_of_the_gate_decays_where_the_file_says_so(decayed: bool, tmp_path: Path) -> None:
+    rate, decay = 1e-3, 100.0
+    optimizer = {
+        "learning_rate": rate,
+        "warmup_steps": 0,
+        "final_learning_rate_share": 1.0,
+        "weight_decay": decay,
+        **({"decay_gate_bias": True} if decayed else {}),
+    }
+    settings = grid(optimizer=optimizer)
+    assert what_is_learned(settings)["optimizer"]["decay_gate_bias"] is decayed
+    cell = Cell("pairs", "gla+ccq", 0)
+    run_cell(str(tmp_path), settings, cell, Teller(0, multiprocessing.Queue()), torch.device("cpu"))
+    model = load_model(GridFolder(tmp_path).cell(cell) / "model")
+    (bias,) = (value for name, value in model.named_parameters() if name.endswith("gate_bias"))
+    # From lambda 0.01; each of the 8 steps takes a tenth where it decays, and moves by the rate or so in any case.
+    start = math.log(0.01 / 0.99)
+    expected = start * (1 - rate * decay) ** 8 if decayed else start
+    assert bias.tolist() == pytest.approx([expected] * 2, abs=16 * rate)
 
 
 def test_text_is_scored_window_by_window(finished: Finished) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.report.page import Page
 
 from ccq.report.diagnosis import all_figures, findings, headline, layer_tables, render_diagnosis, write_diagnosis
 
@@ -70,7 +70,8 @@ def results() -> Any:
     return {
         "schema": "ccq-diagnosis/1",
         "created": "2026-01-02T03:04:05+00:00",
-        "model": {"name": "a <b>model", "type": "ccq", "arm": "gla+ccq", "parameters": 12345, "dtype": "float32"},
+        "model": {"name": "a <b>model", "type": "ccq", "arm": "gla+ccq", "read": "on", "parameters": 12345,
+                  "dtype": "float32"},
         "settings": {
             "prompts": 7, "seed": 0, "fillers": 120, "text": None, "sentences": 60, "tokens": [1500, 1600],
             "queries": "memory", "nominal_gate": None,
@@ -108,7 +109,9 @@ def test_sentences_state_the_figures(results: Any) -> None:
         "50 %, of one as rare 45 % (difference −0.150, from prompt to prompt ± 0.020 in a layer; above zero in 0 of 6 "
         "heads)."
     )
-    assert "With its own gate the correction is 0.4 % of a query on the text and 10 % on the question" in texts[2]
+    assert (
+        "With the model's own gate the correction is 0.4 % of a query on the text and 10 % on the question" in texts[2]
+    )
     assert "turns a query by 0.25°" in texts[2] and "an error as large as 90 % of the correction" in texts[2]
     assert texts[3] == (
         "The gate is 0.300 on the text, 0.320 on the needle, 0.400 on the question, 0.500 on the last token."
@@ -120,11 +123,12 @@ def test_sentences_state_the_figures(results: Any) -> None:
 def test_a_model_without_gate_or_queries_is_described_as_that(results: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ccq.report.diagnosis._svg", lambda *_: "")  # drawing takes most of the time
     ungated = copy.deepcopy(results)
+    ungated["model"] |= {"arm": "gla", "read": None}
     ungated["settings"]["nominal_gate"] = 0.3
     for layer in ungated["correction"]:
         layer["gate"] = None
     texts = [finding.text for finding in findings(ungated)]
-    assert any("With a gate of 0.3, since the model has none, the correction is" in text for text in texts)
+    assert any("With a gate of 0.3 (since the model has none) the correction is" in text for text in texts)
     assert not any(text.startswith("The gate is") for text in texts)
     assert "gate-by-kind" not in [figure.key for figure in all_figures(ungated)]
     assert not any("gate" in name for table in layer_tables(ungated) for name in table.header)
@@ -134,6 +138,26 @@ def test_a_model_without_gate_or_queries_is_described_as_that(results: Any, monk
     assert [figure.key for figure in all_figures(unqueried)] == ["curve", "histogram", "heat", "spectrum"]
     assert len(layer_tables(unqueried)) == 2
     assert "cannot be told" in render_diagnosis(unqueried)
+
+
+def test_an_intervention_is_named_wherever_it_changes_the_figures(
+    results: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ccq.report.diagnosis._svg", lambda *_: "")  # drawing takes most of the time
+    assert "intervention" not in Page(render_diagnosis(results)).text
+    scaled = copy.deepcopy(results)
+    scaled["model"]["read"] = "scale=0.5"
+    text = Page(render_diagnosis(scaled)).text
+    assert "read with the intervention scale=0.5" in text and "own gate" not in text
+    assert text.count("With the gate under the intervention scale=0.5") == 2  # the sentence and the caption
+    off = copy.deepcopy(results)
+    off["model"]["read"], off["settings"]["nominal_gate"] = "off", 0.3
+    for layer in off["correction"]:
+        layer["gate"] = None
+    text = Page(render_diagnosis(off)).text
+    assert "read with the intervention off" in text and "the model has none" not in text
+    assert text.count("With a gate of 0.3 (since the intervention off leaves no correction)") == 2
+    assert findings(off)[0].text.startswith("The read steps ran under the intervention off;")
 
 
 def test_tables_have_a_row_a_layer(results: Any) -> None:
@@ -155,25 +179,13 @@ def test_one_prompt_and_one_layer_are_drawn(results: Any) -> None:
     assert "from prompt to prompt" not in findings(results)[0].text and "as rare" not in findings(results)[0].text
 
 
-class _References(HTMLParser):
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.targets: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.targets += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
-
-
 def test_the_page_refers_to_nothing_outside_and_escapes_names(
     results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = render_diagnosis(results)
-    found = _References(page)
-    assert all(target.startswith("#") for target in found.targets)
-    assert not found.tags & {"script", "link", "iframe", "object", "img"}
+    found = Page(page)
+    assert all(value.startswith("#") for _, value in found.targets)
+    assert not found.loaders
     assert "url(http" not in page and "@import" not in page
     assert "<b>model" not in page and "a &lt;b&gt;model" in page
     assert "Made by ccq 9.8.7" in page and "7 prompts of 1500 to 1600 tokens" in page

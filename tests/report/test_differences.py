@@ -81,6 +81,22 @@ def test_one_seed_has_the_sample_interval_alone() -> None:
     assert samples.endswith("(50)")
 
 
+def test_both_intervals_must_leave_out_zero() -> None:
+    def outcome(mine: list[list[float]], base: list[float]) -> str:
+        given = runs(
+            *(evaluation("gla+ccq", "language", {WIKITEXT: each}, seed=seed) for seed, each in enumerate(mine)),
+            *(evaluation("gla", "language", {WIKITEXT: base}, seed=seed) for seed in range(len(mine))),
+        )
+        return one(paired_differences(given), "gla+ccq", "gla", "Wiki ppl").outcome
+
+    base = [20.0, 20.0, 20.0]
+    # Two seeds that nearly agree on -1, and three samples that do not: 2, -2 and -3.
+    assert outcome([[22.0, 18.0, 17.0], [22.01, 18.0, 17.0]], base) == "level"
+    # Samples that agree on -1 or so, and two seeds that do not.
+    assert outcome([[19.9, 19.9, 19.8], [18.0, 18.1, 18.1]], base) == "level"
+    assert outcome([[19.0, 19.1, 18.9], [19.01, 19.1, 18.9]], base) == "better"
+
+
 def test_of_losses_less_is_better_and_equal_seeds_are_said() -> None:
     given = runs(
         *(evaluation("gla+ccq", "language", {WIKITEXT: [18.0, 18.1, 18.2]}, seed=seed) for seed in (0, 1)),

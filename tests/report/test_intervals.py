@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from ccq.report.intervals import Samples, of_difference, of_score, over_seeds
+from ccq.report.intervals import Interval, Samples, of_difference, of_score, over_seeds, span
 
 
 def samples(values: object, *, shares: bool = False, name: str = "q") -> Samples:
@@ -27,6 +27,15 @@ def test_over_seeds_is_students_interval() -> None:
     values = [0.3, 0.9, -0.2, 0.4]
     theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert over_seeds(values) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_a_span_leaves_out_zero_where_every_interval_does() -> None:
+    seeds, prompts = Interval(0.5, 0.9), Interval(0.2, 0.6)
+    assert span([seeds, prompts]) == (0.2, 0.9)
+    assert span([None, prompts]) == prompts
+    assert span([None, None]) is None
+    low, high = span([seeds, Interval(-0.1, 1.2)]) or (1.0, 1.0)
+    assert low < 0 < high
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [0.5, 0.5, 0.5]])

@@ -6,60 +6,23 @@ import csv
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from tests.report.built_runs import benchmark, evaluation, runs, training
+from tests.report.page import Page
 
 from ccq.cli import main
 from ccq.evals.results import read_results
 from ccq.report.costs import cost_points
+from ccq.report.differences import paired_differences
 from ccq.report.paper_figures import ReportFigure, report_figures
-from ccq.report.paper_report import write_paper_report
+from ccq.report.paper_report import report_findings, write_paper_report
 from ccq.report.paper_tables import paper_tables
 
 HOSTILE = "<script>alert('x')</script>|<img src=x onerror=alert(1)>`*\"&"
 WIKITEXT, BOOLQ = ("wikitext", "word_perplexity"), ("boolq", "acc")
-
-
-class Page(HTMLParser):
-    VOID = frozenset({"meta", "br", "link", "img", "hr"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.text = ""
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.rows: list[list[str]] = []
-        self._open: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self._open == [], "every element is closed"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self._open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self._open:
-            return
-        self.text += data.replace("\N{NO-BREAK SPACE}", " ")
-        if {"td", "th"} & set(self._open):
-            self.rows[-1][-1] += (" " if {"small", "sup"} & set(self._open) else "") + data.strip()
+S1 = ("niah_single_1/4096", "accuracy")
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +100,9 @@ def test_what_is_missing_or_not_a_number_is_nowhere_written(report: Path) -> Non
 
 def test_the_page_refers_to_nothing_outside_but_the_paper(report: Path) -> None:
     page = Page((report / "report.html").read_text())
-    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "image"} & set(page.tags)
-    for tag, name, value in page.attributes:
-        if name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
-            assert value.startswith("#") or (tag, value) == ("a", "https://arxiv.org/abs/2606.01294")
+    assert not page.loaders
+    for tag, value in page.targets:
+        assert value.startswith("#") or (tag, value) == ("a", "https://arxiv.org/abs/2606.01294")
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
 
@@ -151,6 +113,7 @@ def test_what_intervals_cover_is_said(report: Path) -> None:
         "Over seeds: between trainings of one seed",
         "Over samples: between answers to one and the same question",
         "of twenty intervals one misses by chance",
+        "counts as better or worse where zero is outside of both intervals, or of the one there is",
         "gla+ccq against gla+ccq, correction off (1 layer of 64)",
         "One training run of each model, no seeds and no error bars",
         "published reading note of v2",
@@ -170,6 +133,29 @@ def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
     first = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
     assert set(first) == {"differences.csv", "report.html", "report.md", "table-2.csv"}
+
+
+def test_findings_say_which_intervals_they_are_beyond() -> None:
+    def text(*seeds: int) -> str:
+        given = runs(
+            *(evaluation("gla", "needle", {S1: [0] * 9 + [seed]}, seed=seed) for seed in seeds),
+            *(evaluation("gla+ccq", "needle", {S1: [1] * 9 + [seed]}, seed=seed) for seed in seeds),
+        )
+        return report_findings(given, paired_differences(given))[0].text
+
+    assert text(0).endswith("1 score: 1 better and 0 worse beyond the interval over samples, 0 not beyond.")
+    # Both seeds differ by nine answers of ten, so their spread says nothing.
+    assert text(0, 1).endswith("beyond the interval over samples, 0 not beyond.")
+    given = runs(
+        *(evaluation("gla", "needle", {S1: [0] * 10}, seed=seed) for seed in (0, 1)),
+        *(evaluation("gla+ccq", "needle", {S1: [1] * (8 + seed) + [0] * (2 - seed)}, seed=seed) for seed in (0, 1)),
+    )
+    # 80 and 90 points: 85 -+ 12.706 * 7.071 / sqrt(2) = 21.5 to 148.5.
+    found = report_findings(given, paired_differences(given))[0]
+    assert (found.kind, found.text) == (
+        "better",
+        "gla+ccq against gla (1.3B), 1 score: 1 better and 0 worse beyond both intervals, 0 not beyond.",
+    )
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:

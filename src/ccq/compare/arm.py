@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,14 +17,15 @@ from ccq.analysis.gate import measure_reads
 from ccq.compare.folder import RunFolder
 from ccq.compare.pool import Teller
 from ccq.compare.settings import CompareSettings
-from ccq.compare.training import NeedleSteps, train_arm
+from ccq.compare.training import NeedleSteps, TrainConfig, train_arm
 from ccq.data.needles import evaluation_windows
-from ccq.data.tokenizer import SEPARATOR
+from ccq.data.tokenizer import SEPARATOR, Tokenizer
 from ccq.evals.needle import evaluate_needles, summarize_by_depth, summarize_by_length
 from ccq.evals.perplexity import evaluate_perplexity
 from ccq.files import write_json_atomically
 from ccq.models.modeling import CCQForCausalLM, load_model, save_model
 from ccq.models.text import save_tokenizer
+from ccq.models.training_record import write_training_record
 from ccq.train.loop import CHECKPOINTS
 
 EVALUATION_SEED = 0
@@ -71,8 +73,18 @@ def run_arm(path: str, settings: CompareSettings, arm: str, seed: int, tell: Tel
     )
     tell.note("evaluating")
     model = engine.model.eval()
-    save_model(model, own / "model")
-    save_tokenizer(tokenizer.to_tokenizers(), own / "model", end=f"<|{SEPARATOR}|>")
+    write_training_record(
+        own / "model",
+        seed=seed,
+        steps=config.steps,
+        tokens=config.tokens,
+        settings={
+            "model": {"preset": f"{arm}-{settings.model}"},
+            **text_facts(folder, config),
+            "optimizer": dataclasses.asdict(config.optimizer()),
+        },
+    )
+    save_trained(model, own / "model", tokenizer)
 
     def needles() -> list[Any]:
         outcomes = []
@@ -130,6 +142,25 @@ def run_arm(path: str, settings: CompareSettings, arm: str, seed: int, tell: Tel
         },
     )
     shutil.rmtree(own / TRAINING / CHECKPOINTS)
+
+
+def save_trained(model: CCQForCausalLM, folder: Path, tokenizer: Tokenizer) -> None:
+    """Write a model with its tokenizer, as `from_pretrained` reads them."""
+    save_model(model, folder)
+    save_tokenizer(tokenizer.to_tokenizers(), folder, end=f"<|{SEPARATOR}|>")
+
+
+def text_facts(folder: RunFolder, config: TrainConfig) -> dict[str, Any]:
+    """What the steps of a training on text depend on beside its seed, for its record."""
+    return {
+        "task": {
+            "kind": "text",
+            "needles": config.needles,
+            "stages": [dataclasses.asdict(stage) for stage in config.stages],
+        },
+        "corpus_sha256": folder.corpus()["sha256"],
+        "tokenizer_sha256": folder.tokenizer().sha256,
+    }
 
 
 def text_windows_of(settings: CompareSettings, held_out: NDArray[np.integer[Any]]) -> Tensor:

@@ -5,10 +5,11 @@ in other ways than they were trained with.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,14 +18,20 @@ import torch
 from torch import Tensor
 
 from ccq.analysis.gate import collect_gate_values, measure_reads
-from ccq.compare.arm import EVALUATION_SEED, EVALUATION_TOKENS, TRAINING, text_windows_of
+from ccq.compare.arm import (
+    EVALUATION_SEED,
+    EVALUATION_TOKENS,
+    TRAINING,
+    save_trained,
+    text_facts,
+    text_windows_of,
+)
 from ccq.compare.folder import GridFolder
 from ccq.compare.grid import Cell, GridSettings, SyntheticStage, SyntheticTask, TextTask
 from ccq.compare.pool import Teller
-from ccq.compare.training import AnyStage, NeedleSteps, stage_at, tokens_before, train_stages
+from ccq.compare.training import AnyStage, CountedSteps, NeedleSteps, stage_at, tokens_before, train_stages
 from ccq.data.loader import TokenBatch
 from ccq.data.needles import evaluation_windows
-from ccq.data.tokenizer import SEPARATOR
 from ccq.evals.needle import evaluate_needles
 from ccq.evals.perplexity import window_losses
 from ccq.evals.recall import evaluate_recall
@@ -33,7 +40,7 @@ from ccq.files import write_json_atomically
 from ccq.models.configuration import CCQConfig, parse_arm
 from ccq.models.intervention import ReadIntervention
 from ccq.models.modeling import CCQForCausalLM, load_model, save_model
-from ccq.models.text import save_tokenizer
+from ccq.models.training_record import write_training_record
 from ccq.nn.reads import READS
 from ccq.train.loop import CHECKPOINTS, METRICS_FILE, BatchSource
 from ccq.train.metrics import read_metrics
@@ -81,32 +88,23 @@ class Work(Protocol):
         """[B, T] int64 for measuring gate and correction: rows beside those of `score`, or held-out text."""
         ...
 
+    def facts(self) -> dict[str, Any]:
+        """What the steps depend on beside the seed, as plain values."""
+        ...
+
     def save(self, model: CCQForCausalLM, folder: Path) -> None: ...
 
 
-class TaskSteps:
-    """The steps of a synthetic task. The data of a step are a function of seed and step alone, so all arms see the same
-    rows in the same order.
-    """
+class TaskSteps(CountedSteps[TokenBatch]):
+    """Rows of a synthetic task."""
 
     def __init__(self, stages: tuple[SyntheticStage, ...], seed: int) -> None:
-        self._stages, self._seed, self._step = stages, seed, 0
+        super().__init__()
+        self._stages, self._seed = stages, seed
 
     def batch(self, step: int) -> TokenBatch:
-        """The rows of step `step`, counted from 0."""
         stage = stage_at(self._stages, step)
         return stage.task.batch(seed=self._seed, step=step, batch_size=stage.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[TokenBatch]]:
-        while True:
-            self._step += 1
-            yield (self.batch(self._step - 1),)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
 
 
 class SyntheticWork:
@@ -137,6 +135,10 @@ class SyntheticWork:
         # Training never comes to this step.
         return self._task.task.batch(seed=0, step=2**63, batch_size=_READ_ROWS).inputs
 
+    def facts(self) -> dict[str, Any]:
+        of_evaluation = ("prompts", "evaluate")
+        return {"task": {name: value for name, value in self._task.values.items() if name not in of_evaluation}}
+
     def save(self, model: CCQForCausalLM, folder: Path) -> None:
         save_model(model, folder)
 
@@ -146,8 +148,8 @@ class TextWork:
 
     def __init__(self, folder: GridFolder, settings: GridSettings, task: TextTask) -> None:
         self._settings, self._comparison = settings, task.comparison
-        data = folder.text(task.name)
-        self._tokens, self._tokenizer = data.tokens(), data.tokenizer()
+        self._data = folder.text(task.name)
+        self._tokens, self._tokenizer = self._data.tokens(), self._data.tokenizer()
         self.stages: tuple[AnyStage, ...] = task.comparison.train.stages
 
     def model_config(self, arm: str) -> CCQConfig:
@@ -185,9 +187,11 @@ class TextWork:
     def rows(self) -> Tensor:
         return text_windows_of(self._comparison, self._tokens.held_out)
 
+    def facts(self) -> dict[str, Any]:
+        return text_facts(self._data, self._comparison.train)
+
     def save(self, model: CCQForCausalLM, folder: Path) -> None:
-        save_model(model, folder)
-        save_tokenizer(self._tokenizer.to_tokenizers(), folder, end=f"<|{SEPARATOR}|>")
+        save_trained(model, folder, self._tokenizer)
 
 
 def work_of(folder: GridFolder, settings: GridSettings, task: str) -> Work:
@@ -217,6 +221,17 @@ def run_cell(path: str, settings: GridSettings, cell: Cell, tell: Teller, device
     )
     tell.note("evaluating")
     model = engine.model.eval()
+    write_training_record(
+        own / "model",
+        seed=cell.seed,
+        steps=steps,
+        tokens=outcome.tokens,
+        settings={
+            "model": {"preset": f"{cell.arm}-{settings.scale}", **settings.options},
+            **work.facts(),
+            "optimizer": dataclasses.asdict(settings.optimizer),
+        },
+    )
     work.save(model, own / "model")
     rows = work.rows().to(device)
     measured = measure_reads(model, rows)

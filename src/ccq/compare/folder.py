@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,14 +37,15 @@ from ccq.compare.settings import CompareSettings
 from ccq.data.corpora import read_corpus
 from ccq.data.tokenizer import TokenizedCorpus, Tokenizer, tokenize, train_tokenizer
 from ccq.evals.results import CorpusResult
-from ccq.files import lock_folder, setting_differences, write_bytes_atomically, write_json_atomically
+from ccq.files import claim_folder, lock_folder, write_bytes_atomically, write_json_atomically
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """The folder of one comparison."""
+class _Folder:
+    """What the folder of a comparison and that of a grid have in common."""
 
     path: Path
+    activity: ClassVar[str]
 
     @property
     def results(self) -> Path:
@@ -58,6 +59,18 @@ class RunFolder:
     def figure(self) -> Path:
         return self.path / "figure.png"
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process; a second call in it is refused. The lock ends with the process."""
+        with lock_folder(self.path, self.activity):
+            yield
+
+
+class RunFolder(_Folder):
+    """The folder of one comparison."""
+
+    activity = "comparison"
+
     def arm(self, arm: str, seed: int) -> Path:
         """The folder of one trained model."""
         return self.path / "arms" / f"{arm}-seed{seed}"
@@ -68,13 +81,7 @@ class RunFolder:
         Raises:
             ValueError: it holds a comparison with other settings (the message names them), or something else.
         """
-        _claim(self.path, "settings.json", settings.to_dict(), "comparison")
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder for this process; a second comparison in it is refused. The lock ends with the process."""
-        with lock_folder(self.path, "comparison"):
-            yield
+        claim_folder(self.path, "settings.json", settings.to_dict(), self.activity)
 
     def prepare(self, settings: CompareSettings) -> None:
         """Read the text, train the tokenizer and store both as tokens, unless that is done. corpus.json comes last."""
@@ -117,23 +124,10 @@ class RunFolder:
         return TokenizedCorpus(np.load(self.path / "train.npy"), np.load(self.path / "held_out.npy"))
 
 
-@dataclass(frozen=True)
-class GridFolder:
+class GridFolder(_Folder):
     """The folder of a grid."""
 
-    path: Path
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def figure(self) -> Path:
-        return self.path / "figure.png"
+    activity = "grid"
 
     def text(self, task: str) -> RunFolder:
         """Where the text of a task lies, and its runs."""
@@ -150,7 +144,7 @@ class GridFolder:
         Raises:
             ValueError: it holds a grid with other settings (the message names them), or something else.
         """
-        _claim(self.path, "grid.json", what_is_learned(settings), "grid")
+        claim_folder(self.path, "grid.json", what_is_learned(settings), self.activity)
 
     def release(self) -> None:
         """Undo `claim` where a text could not be prepared and nothing was trained."""
@@ -158,42 +152,8 @@ class GridFolder:
             shutil.rmtree(self.path / "tasks", ignore_errors=True)
             (self.path / "grid.json").unlink(missing_ok=True)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder for this process, as `RunFolder.locked` does."""
-        with lock_folder(self.path, "grid"):
-            yield
-
 
 def what_is_learned(settings: GridSettings) -> dict[str, Any]:
     """A grid's settings without what trained models do not depend on."""
     values = settings.to_dict()
     return {name: value for name, value in values.items() if name not in ("interventions", "system")}
-
-
-def _claim(path: Path, name: str, settings: dict[str, Any], activity: str) -> None:
-    """Write the settings of a comparison or a grid into its folder, or find that they are there."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; --out takes the folder of a {activity}, which is made if missing")
-    path.mkdir(parents=True, exist_ok=True)
-    file = path / name
-    asked = json.loads(json.dumps(settings))
-    if not file.exists():
-        strangers = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-        if strangers:
-            raise ValueError(
-                f"{path} holds other files ({', '.join(strangers[:5])}) and no {activity}; choose an empty or new "
-                "folder with --out"
-            )
-        write_json_atomically(file, asked)
-        return
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); delete {path} or choose another --out") from error
-    different = setting_differences(found, asked)
-    if different:
-        raise ValueError(
-            f"{path} holds a {activity} with other settings: {'; '.join(different)}. Choose another --out, or delete "
-            "the folder"
-        )

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-import yaml
 
 from ccq.compare.settings import CompareSettings, compare_preset
 from ccq.compare.training import AnyStage, tokens_before
@@ -35,7 +34,7 @@ from ccq.models.configuration import CCQConfig, nearest, parse_arm
 from ccq.models.intervention import ReadIntervention
 from ccq.models.modeling import CCQForCausalLM
 from ccq.models.presets import preset as model_preset
-from ccq.train.config import OptimizerRecipe, read_section, read_value, unknown_key
+from ccq.train.config import OptimizerRecipe, read_section, read_value, read_yaml, unknown_key
 
 TEXT = "text"
 """The kind of the task with needles in real text, that of a comparison without a grid."""
@@ -350,13 +349,7 @@ def load_grid(path: Path) -> GridSettings:
         ValueError: the file is not YAML, a key is unknown or missing, or a value cannot be used.
         OSError: the file cannot be read.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold keys and values: arms, seeds, tasks, ...")
-    return GridSettings.from_dict(values)
+    return GridSettings.from_dict(read_yaml(path, "keys and values: arms, seeds, tasks, ..."))
 
 
 def _with_off(names: Sequence[str]) -> tuple[str, ...]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ccq.data.loader import TokenBatch
 from ccq.data.needles import NeedleBatch, training_batch
 from ccq.data.tokenizer import NeedleVocabulary
 from ccq.evals.results import TrainingPoint
@@ -37,6 +39,7 @@ class AnyStage(Protocol):
 
 
 StageType = TypeVar("StageType", bound=AnyStage)
+BatchType = TypeVar("BatchType", TokenBatch, TargetBatch)
 
 
 def stage_at(stages: Sequence[StageType], step: int) -> StageType:
@@ -140,9 +143,32 @@ class TrainConfig:
         return tokens_before(self.stages, step)
 
 
-class NeedleSteps:
-    """The steps of an arm. The data of a step are a function of seed and step alone, so all arms see the same windows
-    in the same order.
+class CountedSteps(ABC, Generic[BatchType]):
+    """The steps of an arm. The data of a step are a function of seed and step alone, so all arms see the same in the
+    same order, and how far it is is all that a checkpoint must hold.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    @abstractmethod
+    def batch(self, step: int) -> BatchType:
+        """The rows of step `step`, counted from 0."""
+
+    def __iter__(self) -> Iterator[tuple[BatchType]]:
+        while True:
+            self._step += 1
+            yield (self.batch(self._step - 1),)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+
+
+class NeedleSteps(CountedSteps[TargetBatch]):
+    """Windows of text with needles.
 
     Args:
         tokens: integer [tokens], the training stream.
@@ -154,11 +180,10 @@ class NeedleSteps:
     def __init__(
         self, tokens: NDArray[np.integer[Any]], vocabulary: NeedleVocabulary, config: TrainConfig, seed: int
     ) -> None:
+        super().__init__()
         self._tokens, self._vocabulary, self._config, self._seed = tokens, vocabulary, config, seed
-        self._step = 0
 
     def batch(self, step: int) -> TargetBatch:
-        """The windows of step `step`, counted from 0."""
         stage = self._config.stage_at(step)
         return with_needles(
             training_batch(
@@ -171,17 +196,6 @@ class NeedleSteps:
                 needles=self._config.needles,
             )
         )
-
-    def __iter__(self) -> Iterator[tuple[TargetBatch]]:
-        while True:
-            self._step += 1
-            yield (self.batch(self._step - 1),)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
 
 
 def with_needles(batch: NeedleBatch) -> TargetBatch:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ccq.files import write_bytes_atomically
 from ccq.report.figures import _FAINT, _INK, Figure, _svg
 from ccq.report.html import Finding, _flattened
+from ccq.report.pages import render_page
 from ccq.report.tables import signed
 
 if TYPE_CHECKING:
@@ -46,6 +46,21 @@ def _kind_mean(values: Sequence[Any], kind: str) -> float:
     return _mean([value[kind] for value in values])
 
 
+def intervention(results: DiagnosisResults) -> str | None:
+    """What was changed in the read steps, such as "off"; None where they ran as trained, or there are none."""
+    read = results["model"]["read"]
+    return None if read in (None, "on") else read
+
+
+def _gate_words(results: DiagnosisResults) -> str:
+    """Which gate the correction was computed with."""
+    nominal, changed = results["settings"]["nominal_gate"], intervention(results)
+    if nominal is None:
+        return "the model's own gate" if changed is None else f"the gate under the intervention {changed}"
+    because = "the model has none" if changed is None else f"the intervention {changed} leaves no correction"
+    return f"a gate of {nominal:g} (since {because})"
+
+
 def headline(results: DiagnosisResults) -> str:
     """Where the needles' keys lie, in one sentence."""
     parts = []
@@ -65,6 +80,9 @@ def headline(results: DiagnosisResults) -> str:
 def findings(results: DiagnosisResults) -> list[Finding]:
     """The sentences under the headline."""
     found = []
+    if changed := intervention(results):
+        text = f"The read steps ran under the intervention {changed}; all figures are of the model as it then is."
+        found.append(Finding("note", text))
     for keys in results["keys"]:
         aligned = keys["alignment"]
         deviations = [x["standard_deviation"] for x in aligned["layers"] if x["standard_deviation"] is not None]
@@ -86,17 +104,15 @@ def findings(results: DiagnosisResults) -> list[Finding]:
             "The queries of this model cannot be told from the output of its projections, so its keys alone are shown."
         )
         return [*found, Finding("note", text)]
-    nominal = results["settings"]["nominal_gate"]
-    gate = "its own gate" if nominal is None else f"a gate of {nominal:g}, since the model has none,"
     found.append(
         Finding(
             "note",
-            f"With {gate} the correction is {_percent(_mean([x['relative_size']['text'] for x in correction]))} of a "
-            f"query on the text and {_percent(_mean([x['relative_size']['question'] for x in correction]))} on the "
-            f"question, and turns a query by {_mean([x['angle'] for x in correction]):.2g}°. Rounding the corrected "
-            "query to bfloat16 makes an error as large as "
-            f"{_percent(_mean([x['rounding_noise'] for x in correction]))} of the correction and leaves "
-            f"{_percent(_mean([x['unchanged'] for x in correction]))} of its coordinates as they were.",
+            f"With {_gate_words(results)} the correction is "
+            f"{_percent(_mean([x['relative_size']['text'] for x in correction]))} of a query on the text and "
+            f"{_percent(_mean([x['relative_size']['question'] for x in correction]))} on the question, and turns a "
+            f"query by {_mean([x['angle'] for x in correction]):.2g}°. Rounding the corrected query to bfloat16 makes "
+            f"an error as large as {_percent(_mean([x['rounding_noise'] for x in correction]))} of the correction and "
+            f"leaves {_percent(_mean([x['unchanged'] for x in correction]))} of its coordinates as they were.",
         )
     )
     gates = [x["gate"] for x in correction if x["gate"] is not None]
@@ -339,12 +355,10 @@ def _correction_figures(results: DiagnosisResults) -> list[Figure]:
     rounding = _svg(
         "rounding", "Error of rounding the corrected query to bfloat16, by layer", (4.4, 3.0), draw_rounding
     )
-    nominal = results["settings"]["nominal_gate"]
     gates = [x["gate"] for x in correction]
-    which = "With the model's own gate" if nominal is None else f"With a gate of {nominal:g}, since the model has none"
     caption = (
-        f"{which}: the length of the change of a query relative to the query. Where rounding errs by as much as the "
-        "change itself, a query that is kept in bfloat16 carries noise in its place."
+        f"With {_gate_words(results)}: the length of the change of a query relative to the query. Where rounding errs "
+        "by as much as the change itself, a query that is kept in bfloat16 carries noise in its place."
     )
     figures = [Figure("correction", "The correction", caption, (size, rounding))]
     if all(gate is not None for gate in gates):
@@ -513,29 +527,18 @@ def _facts(results: DiagnosisResults) -> list[tuple[str, list[tuple[str, str]]]]
 
 def render_diagnosis(results: DiagnosisResults) -> str:
     """The page as text; equal results give equal text."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # "95 %" must not break between the figure and its sign.
-    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    folder = resources.files("ccq.report")
-    template = environment.from_string(folder.joinpath("diagnosis.html.j2").read_text(encoding="utf-8"))
-    return template.render(
+    return render_page(
+        "diagnosis.html.j2",
+        all_figures(results),
         name=results["model"]["name"],
-        created=results["created"].replace("T", " ").replace("+00:00", " UTC"),
+        created=results["created"],
+        intervention=intervention(results),
         settings=results["settings"],
         headline=headline(results),
         findings=findings(results),
-        # The panels are built by our own plotting code, in which matplotlib has escaped every string.
-        figures=[
-            {**figure._asdict(), "panels": [Markup(panel) for panel in figure.panels]}
-            for figure in all_figures(results)
-        ],
         tables=layer_tables(results),
         facts=_facts(results),
         version=results["environment"]["ccq"],
-        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
     )
 
 

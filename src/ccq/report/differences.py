@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ccq.report.intervals import Interval, Samples, of_difference, over_seeds
+from ccq.report.intervals import Interval, Samples, of_difference, over_seeds, span
 from ccq.report.paper import PaperColumn, PaperValue, read_paper
 from ccq.report.paper_tables import MISSING, csv_text, score_columns
 from ccq.report.runs import COMPARISON, Runs, Score, ScoreName, Subject
@@ -42,8 +42,10 @@ class PairedDifference(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """ "better", "worse", "level" or "unknown", by the interval over seeds, or that over samples with one seed."""
-        interval = self.over_seeds or self.over_samples
+        """ "better" or "worse" where both intervals leave out zero, or the one there is; else "level", or "unknown"
+        without any.
+        """
+        interval = span((self.over_seeds, self.over_samples))
         if interval is None:
             return "unknown"
         if interval.low <= 0 <= interval.high:

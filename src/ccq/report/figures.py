@@ -245,46 +245,57 @@ def _by_length(
     styles: Mapping[str, ArmStyle],
     scale: float = 1.0,
 ) -> list[LineEnd]:
-    """One line an arm over the lengths, shifted sideways so that bars do not hide each other. Returns the line ends."""
+    """One line an arm over the lengths. Returns the line ends."""
     ends = []
     for index, row in enumerate(rows):
         measured: dict[int, Measured] = getattr(row, field)
         points = [(position, measured[length]) for position, length in enumerate(lengths) if length in measured]
-        if not points:
-            continue
-        style = styles[row.arm]
-        shift = (index - (len(rows) - 1) / 2) * min(0.08, 0.4 / len(rows))
-        places = [position + shift for position, _ in points]
-        axes.plot(
-            places,
-            [scale * value.mean for _, value in points],
-            color=style.color,
-            linestyle=style.dashes,
-            linewidth=1.8,
-            marker=style.marker,
-            markersize=5.5,
-            markerfacecolor=style.color if style.filled else "white",
-        )
-        for place, (_, value) in zip(places, points, strict=True):
-            if value.deviation is not None:
-                axes.scatter(
-                    [place] * len(value.values),
-                    [scale * v for v in value.values],
-                    s=9,
-                    color=style.dark,
-                    alpha=0.6,
-                    linewidths=0,
-                )
-                low, high = value.mean - value.deviation, value.mean + value.deviation
-            elif value.low is not None and value.high is not None:
-                low, high = value.low, value.high
-            else:
-                continue
-            axes.plot(
-                [place, place], [scale * low, scale * high], color=style.dark, linewidth=1, alpha=0.75, zorder=1.5
-            )
-        ends.append(LineEnd(places[-1], scale * points[-1][1].mean, _two_lines(row.arm), style.color, style.dark))
+        if points:
+            ends.append(_marked_line(axes, points, (index, len(rows)), styles[row.arm], scale, row.arm))
     return ends
+
+
+def _marked_line(
+    axes: Axes,
+    points: Sequence[tuple[int, Measured]],
+    turn: tuple[int, int],
+    style: ArmStyle,
+    scale: float,
+    label: str,
+) -> LineEnd:
+    """A line with a marker, a bar and the dots of single seeds at each place. It is line `turn[0]` of `turn[1]`, each
+    shifted sideways so that bars do not hide each other.
+    """
+    index, count = turn
+    shift = (index - (count - 1) / 2) * min(0.08, 0.4 / count)
+    places = [position + shift for position, _ in points]
+    axes.plot(
+        places,
+        [scale * value.mean for _, value in points],
+        color=style.color,
+        linestyle=style.dashes,
+        linewidth=1.8,
+        marker=style.marker,
+        markersize=5.5,
+        markerfacecolor=style.color if style.filled else "white",
+    )
+    for place, (_, value) in zip(places, points, strict=True):
+        if value.deviation is not None:
+            axes.scatter(
+                [place] * len(value.values),
+                [scale * v for v in value.values],
+                s=9,
+                color=style.dark,
+                alpha=0.6,
+                linewidths=0,
+            )
+            low, high = value.mean - value.deviation, value.mean + value.deviation
+        elif value.low is not None and value.high is not None:
+            low, high = value.low, value.high
+        else:
+            continue
+        axes.plot([place, place], [scale * low, scale * high], color=style.dark, linewidth=1, alpha=0.75, zorder=1.5)
+    return LineEnd(places[-1], scale * points[-1][1].mean, _two_lines(label), style.color, style.dark)
 
 
 def _needle_axes(

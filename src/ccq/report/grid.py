@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ccq.files import write_bytes_atomically
@@ -22,12 +21,15 @@ from ccq.report.figures import (
     _count_text,
     _forest,
     _label_ends,
+    _marked_line,
     _plain_style,
     _svg,
     _two_lines,
     arm_styles,
 )
 from ccq.report.html import ONE_SEED, Finding, _flattened, _listed, _plural
+from ccq.report.intervals import Interval, span
+from ccq.report.pages import render_page
 from ccq.report.tables import (
     Cell,
     Difference,
@@ -125,12 +127,10 @@ def _measured(runs: Sequence[Sequence[GridScore]], metric: str) -> dict[str, Mea
     return measured
 
 
-def interval_of(difference: GridDifference) -> tuple[float, float] | None:
+def interval_of(difference: GridDifference) -> Interval | None:
     """The span of both intervals; None where there is none."""
-    intervals = [each for each in (difference["over_seeds"], difference["over_prompts"]) if each is not None]
-    if not intervals:
-        return None
-    return min(low for low, _ in intervals), max(high for _, high in intervals)
+    intervals = (difference["over_seeds"], difference["over_prompts"])
+    return span(None if each is None else Interval(*each) for each in intervals)
 
 
 def as_difference(difference: GridDifference) -> Difference:
@@ -411,49 +411,13 @@ def _score_lines(
     settings: Sequence[str],
     metric: str,
 ) -> list[LineEnd]:
-    """One line a kind of model over the settings, shifted sideways so that bars do not hide each other."""
+    """One line a kind of model over the settings. Returns the line ends."""
     scale = 100.0 if metric == "accuracy" else 1.0
     ends = []
     for index, (line, style) in enumerate(lines):
-        shift = (index - (len(lines) - 1) / 2) * min(0.08, 0.4 / len(lines))
-        points = [
-            (place + shift, line.values[setting]) for place, setting in enumerate(settings) if setting in line.values
-        ]
-        if not points:
-            continue
-        axes.plot(
-            [place for place, _ in points],
-            [scale * value.mean for _, value in points],
-            color=style.color,
-            linestyle=style.dashes,
-            linewidth=1.8,
-            marker=style.marker,
-            markersize=5.5,
-            markerfacecolor=style.color if style.filled else "white",
-        )
-        for place, value in points:
-            if len(value.values) > 1:
-                axes.scatter(
-                    [place] * len(value.values),
-                    [scale * each for each in value.values],
-                    s=9,
-                    color=style.dark,
-                    alpha=0.6,
-                    linewidths=0,
-                )
-            low, high = value.low, value.high
-            if value.deviation is not None:
-                low, high = value.mean - value.deviation, value.mean + value.deviation
-            if low is not None and high is not None:
-                axes.plot(
-                    [place] * 2,
-                    [scale * low, scale * high],
-                    color=style.dark,
-                    linewidth=1,
-                    alpha=0.75,
-                    zorder=1.5,
-                )
-        ends.append(LineEnd(points[-1][0], scale * points[-1][1].mean, _two_lines(line.label), style.color, style.dark))
+        points = [(place, line.values[setting]) for place, setting in enumerate(settings) if setting in line.values]
+        if points:
+            ends.append(_marked_line(axes, points, (index, len(lines)), style, scale, line.label))
     axes.set_xticks(range(len(settings)), [_tick(setting) for setting in settings])
     axes.set_xlim(-0.35, len(settings) - 1 + 0.35)
     axes.grid(axis="y")
@@ -694,27 +658,17 @@ def _run_facts(results: GridResults) -> list[tuple[str, str]]:
 
 def render_grid_report(results: GridResults) -> str:
     """The page as text; equal results give equal text."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # "95 %" must not break between the figure and its sign.
-    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    folder = resources.files("ccq.report")
-    template = environment.from_string(folder.joinpath("grid.html.j2").read_text(encoding="utf-8"))
-    # The panels are built by our own plotting code, in which matplotlib has escaped every string.
-    figures = [
-        {**figure._asdict(), "panels": [Markup(panel) for panel in figure.panels]} for figure in grid_figures(results)
-    ]
     arms = arms_of_grid(results)
     facts: list[tuple[str, Any]] = [("Runs", _run_facts(results))]
     settings = {name: value for name, value in results["settings"].items() if name != "tasks"}
     facts += [("Settings", _flattened(settings))]
     facts += [(f"Task {name}", _flattened(values)) for name, values in results["settings"]["tasks"].items()]
     facts += [("Machine and versions", _flattened(dict(results["environment"])))]
-    return template.render(
+    return render_page(
+        "grid.html.j2",
+        grid_figures(results),
         name=results["name"],
-        created=results["created"].replace("T", " ").replace("+00:00", " UTC"),
+        created=results["created"],
         arms=arms,
         seeds=seeds_of_grid(results),
         styles=arm_styles(arms),
@@ -723,11 +677,9 @@ def render_grid_report(results: GridResults) -> str:
         tables=grid_tables(results),
         two_by_two=two_by_two_tables(results),
         differences=_all_differences(results),
-        figures=figures,
         tasks=results["tasks"],
         facts=facts,
         version=results["environment"]["ccq"],
-        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
     )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ccq.files import write_bytes_atomically
 from ccq.report.figures import all_figures, arm_styles
+from ccq.report.pages import render_page
 from ccq.report.tables import (
     ComparisonRow,
     Difference,
@@ -330,23 +330,13 @@ def _all_differences(results: CompareResults) -> list[tuple[str, str, str, str, 
 
 def render_report(results: CompareResults) -> str:
     """The page as text; equal results give equal text."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # "95 %" must not break between the figure and its sign.
-    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    folder = resources.files("ccq.report")
-    template = environment.from_string(folder.joinpath("template.html.j2").read_text(encoding="utf-8"))
-    # The panels are built by our own plotting code, in which matplotlib has escaped every string.
-    figures = [
-        {**figure._asdict(), "panels": [Markup(panel) for panel in figure.panels]} for figure in all_figures(results)
-    ]
     arms = arms_of(results)
     task = results["needle_task"]
-    return template.render(
+    return render_page(
+        "template.html.j2",
+        all_figures(results),
         name=results["name"],
-        created=results["created"].replace("T", " ").replace("+00:00", " UTC"),
+        created=results["created"],
         arms=arms,
         seeds=seed_count(results),
         styles=arm_styles(arms),
@@ -355,7 +345,6 @@ def render_report(results: CompareResults) -> str:
         cards=_cards(results, comparison_rows(results)),
         tables=text_tables(results) if arms else [],
         differences=_all_differences(results),
-        figures=figures,
         losses=losses(results),
         facts=_facts(results),
         chance=share_text(task["chance"]),
@@ -364,7 +353,6 @@ def render_report(results: CompareResults) -> str:
         values=task["values"],
         needles=task["needles_per_window"],
         version=results["environment"]["ccq"],
-        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,16 @@ class Interval(NamedTuple):
 
     low: float
     high: float
+
+
+def span(intervals: Iterable[Interval | None]) -> Interval | None:
+    """From the lowest to the highest edge of those there are; None where there are none.
+
+    A difference counts as better or worse where this leaves out zero: where each of its intervals, over seeds and over
+    samples, does so by itself.
+    """
+    known = [interval for interval in intervals if interval is not None]
+    return Interval(min(each.low for each in known), max(each.high for each in known)) if known else None
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,29 @@ FIGURE.png, FIGURE.svg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ccq import __version__
 from ccq.files import write_bytes_atomically
 from ccq.report.costs import cost_points, cost_table
 from ccq.report.differences import PairedDifference, difference_cells, differences_csv, paired_differences
-from ccq.report.html import Finding
+from ccq.report.figures import Figure
+from ccq.report.html import Finding, _plural
+from ccq.report.pages import render_page
 from ccq.report.paper import read_paper
 from ccq.report.paper_figures import render_figure, report_figures
 from ccq.report.paper_tables import ReportTable, paper_tables, table_csv, trainings_table
 from ccq.report.runs import COMPARISON, Runs
 
 _GROUPS = {"extrapolation": "Figures 3 and 4. Token perplexity by length", COMPARISON: "What ccq compare measured"}
+_BEYOND = {
+    (True, True): "both intervals",
+    (True, False): "the interval over seeds",
+    (False, True): "the interval over samples",
+}
+"""By whether there is one over seeds, and one over samples."""
 PAIRED = (
     "A difference is the first model minus the second, paired twice.",
     "Over seeds: between trainings of one seed, with the 95 % t interval of these differences; it covers how another "
@@ -31,6 +38,8 @@ PAIRED = (
     "Over samples: between answers to one and the same question (or losses of one window), averaged over seeds, with a "
     "95 % interval; it covers which questions were drawn, for the trainings that were made, and nothing about others. "
     "In brackets the number of samples. Where models were not asked the same there is none.",
+    "A difference counts as better or worse where zero is outside of both intervals, or of the one there is; with one "
+    "seed that is the one over samples.",
     "The paper's differences are computed from its tables: single runs without intervals.",
     "No correction is made for the number of comparisons: of twenty intervals one misses by chance.",
 )
@@ -41,13 +50,6 @@ class DifferenceGroup(NamedTuple):
 
     title: str
     lines: tuple[tuple[str, str, str, str, str, str, str], ...]
-
-
-class RenderedFigure(NamedTuple):
-    key: str
-    title: str
-    caption: str
-    element: str
 
 
 class PaperReport(NamedTuple):
@@ -61,7 +63,7 @@ class PaperReport(NamedTuple):
     differences: tuple[DifferenceGroup, ...]
     costs: ReportTable | None
     trainings: ReportTable | None
-    figures: tuple[RenderedFigure, ...]
+    figures: tuple[Figure, ...]
 
 
 def write_paper_report(runs: Runs, folder: Path) -> tuple[Finding, ...]:
@@ -77,7 +79,7 @@ def write_paper_report(runs: Runs, folder: Path) -> tuple[Finding, ...]:
         element, svg, png = render_figure(figure)
         write_bytes_atomically(folder / f"{figure.key}.svg", svg)
         write_bytes_atomically(folder / f"{figure.key}.png", png)
-        figures.append(RenderedFigure(figure.key, figure.title, figure.caption, element))
+        figures.append(Figure(figure.key, figure.title, figure.caption, (element,)))
     for table in (*tables, costs, trainings):
         if table is not None:
             write_bytes_atomically(folder / f"{table.key}.csv", table_csv(table).encode())
@@ -94,7 +96,7 @@ def write_paper_report(runs: Runs, folder: Path) -> tuple[Finding, ...]:
         figures=tuple(figures),
     )
     write_bytes_atomically(folder / "report.md", render_markdown(report).encode())
-    write_bytes_atomically(folder / "report.html", render_page(report).encode())
+    write_bytes_atomically(folder / "report.html", render_paper_report(report).encode())
     return report.findings
 
 
@@ -105,11 +107,12 @@ def report_findings(runs: Runs, differences: Sequence[PairedDifference]) -> list
     for scale, first, second in pairs:
         mine = [each for each in differences if (each.scale, each.first, each.second) == (scale, first, second)]
         counts = {kind: sum(each.outcome == kind for each in mine) for kind in ("better", "worse", "level", "unknown")}
-        several = {len(each.by_seed) > 1 for each in mine}
-        over = "seeds" if several == {True} else "samples" if several == {False} else "seeds, or samples with one seed"
+        known = [(each.over_seeds is not None, each.over_samples is not None) for each in mine]
+        known = sorted(set(known) - {(False, False)})
+        over = _BEYOND[known[0]] if len(known) == 1 else "every interval there is"
         parts = [
-            f"{counts['better']} better and {counts['worse']} worse by more than the interval (over {over})",
-            f"{counts['level']} within it",
+            f"{counts['better']} better and {counts['worse']} worse beyond {over}",
+            f"{counts['level']} not beyond",
         ]
         if counts["unknown"]:
             parts.append(f"{counts['unknown']} without an interval")
@@ -122,7 +125,9 @@ def report_findings(runs: Runs, differences: Sequence[PairedDifference]) -> list
         )
         if not counts["better"] + counts["worse"] + counts["level"]:
             kind = "unknown"
-        found.append(Finding(kind, f"{first} against {second} ({scale}), {len(mine)} scores: {', '.join(parts)}."))
+        found.append(
+            Finding(kind, f"{first} against {second} ({scale}), {_plural(len(mine), 'score')}: {', '.join(parts)}.")
+        )
     if not pairs:
         found.append(
             Finding("note", "No model was given beside its backbone or beside itself with the correction off.")
@@ -259,24 +264,14 @@ def _escaped(text: str) -> str:
 # The page.
 
 
-def render_page(report: PaperReport) -> str:
+def render_paper_report(report: PaperReport) -> str:
     """The report as one HTML page; equal reports give equal text."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    # "95 %" must not break between the figure and its sign.
-    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-    folder = resources.files("ccq.report")
-    template = environment.from_string(folder.joinpath("paper.html.j2").read_text(encoding="utf-8"))
-    # Drawn by our own code, in which matplotlib has escaped every string.
-    figures: list[Mapping[str, Any]] = [{**each._asdict(), "element": Markup(each.element)} for each in report.figures]
-    return template.render(
+    return render_page(
+        "paper.html.j2",
+        report.figures,
         report=report,
-        figures=figures,
         paper=read_paper(),
         paired=PAIRED,
         difference_header=_DIFFERENCE_HEADER,
         version=__version__,
-        style=Markup(folder.joinpath("style.css").read_text(encoding="utf-8")),
     )

@@ -260,12 +260,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in readers:
         raise ValueError(f"{path} is based on itself, through {' and '.join(str(reader) for reader in readers)}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold sections of keys and values: model, data, training, optimizer, system")
+    values = read_yaml(path, "sections of keys and values: model, data, training, optimizer, system")
     base = values.pop("base", None)
     if base is None:
         return values
@@ -278,6 +273,22 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         else:
             merged[name] = content
     return merged
+
+
+def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
+    """The keys and values of a YAML file; `wanted` says in the error what it must hold.
+
+    Raises:
+        ValueError: the file is not YAML, or holds something else.
+        OSError: the file cannot be read.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold {wanted}")
+    return values
 
 
 def read_section(kind: type[SectionType], section: str, values: Mapping[str, Any]) -> SectionType:

@@ -10,7 +10,6 @@ model/            the trained model with its tokenizer, in transformers' format;
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from ccq.data.loader import TokenLoader
 from ccq.data.prepare import prepare_shards
 from ccq.data.shards import TokenArray, TokenFolder, TokenStream, token_dtype
 from ccq.data.sources import embedded_source
-from ccq.files import lock_folder, setting_differences, write_json_atomically
+from ccq.files import claim_folder, lock_folder
 from ccq.models.configuration import CCQConfig
 from ccq.models.modeling import CCQForCausalLM, save_model
 from ccq.models.text import save_tokenizer
@@ -85,7 +84,7 @@ def run_recipe(
     """
     with processes() as group, contextlib.ExitStack() as stack:
         shown = (Console() if console is None else console) if group.is_first else Console(quiet=True)
-        group.from_first(lambda: _claim(out, recipe))
+        group.from_first(lambda: claim_folder(out, RECIPE_FILE, recipe.to_dict(), "run", compared=_what_is_learned))
         group.from_first(lambda: stack.enter_context(lock_folder(out, "training")))
         data = _open_data(recipe, group, shown)
         config = model_config(recipe, data)
@@ -227,33 +226,6 @@ def _without_seed(recipe: Recipe) -> dict[str, Any]:
 def _is_done(out: Path, steps: int) -> bool:
     # The weights, or the index of several files of them, are the last that `export` puts in place.
     return any((out / MODEL).glob("model.safetensors*")) and (out / CHECKPOINTS / f"step-{steps:08}").exists()
-
-
-def _claim(out: Path, recipe: Recipe) -> None:
-    """Make the folder this recipe's, or find that it already is."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; --out takes the folder of a run, which is made if missing")
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / RECIPE_FILE
-    asked = json.loads(json.dumps(recipe.to_dict()))
-    if not file.exists():
-        strangers = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
-        if strangers:
-            raise ValueError(
-                f"{out} holds other files ({', '.join(strangers[:5])}) and no run; choose an empty or new folder with "
-                "--out"
-            )
-        write_json_atomically(file, asked)
-        return
-    try:
-        found = json.loads(file.read_bytes())
-        different = setting_differences(_what_is_learned(found), _what_is_learned(asked))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete {out} or choose another --out") from error
-    if different:
-        raise ValueError(
-            f"{out} holds a run with other settings: {'; '.join(different)}. Choose another --out, or delete the folder"
-        )
 
 
 def _what_is_learned(recipe: dict[str, Any]) -> dict[str, Any]:
