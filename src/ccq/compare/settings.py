@@ -81,7 +81,7 @@ PRESETS: dict[str, CompareSettings] = {
     "tiny": CompareSettings(
         preset="tiny",
         model="tiny",
-        train=TrainConfig(stages=(Stage(32, 32, 600), Stage(64, 16, 250), Stage(128, 8, 150), Stage(256, 8, 250))),
+        train=TrainConfig(stages=(Stage(32, 32, 900), Stage(64, 16, 200), Stage(128, 8, 100), Stage(256, 8, 200))),
     ),
     # Every part of the job in seconds; nothing is learned.
     "smoke": CompareSettings(
