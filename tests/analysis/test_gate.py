@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ccq.analysis.gate import collect_gate_values, decayed_gate, measure_reads, text_windows
+from ccq.analysis.gate import collect_gate_values, measure_reads, text_windows
 from ccq.data.corpora import Corpus
 from ccq.models.cache import fingerprint
 from ccq.models.modeling import CCQForCausalLM
 from ccq.models.observation import observe_reads
 from ccq.models.presets import preset
 from ccq.train import initial_model
-from ccq.train.config import OptimizerRecipe
-from ccq.train.optimizer import learning_rate_at
 
 
 def model_of(arm: str, **changes: object) -> CCQForCausalLM:
@@ -86,10 +82,6 @@ def test_observers_are_put_back() -> None:
     assert len(seen) == 1
 
 
-def logit(x: float) -> float:
-    return math.log(x / (1 - x))
-
-
 def test_values_are_lambda_at_every_token() -> None:
     """One layer: the gate is recomputed from the weights, row by row."""
     model = model_of("gla+ccq", num_layers=1).double()
@@ -147,29 +139,3 @@ def test_windows_are_the_held_out_text() -> None:
     assert text_windows(corpus, tokenizer, windows=1, length=5).tolist() == [[1, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match="the held-out part of here has 7 tokens, but 4 windows of 2 are asked for"):
         text_windows(corpus, Letters(), windows=4, length=2)
-
-
-@pytest.mark.parametrize("start", [0.01, 0.7])
-def test_decay_alone_is_what_adamw_does_to_a_bias_without_gradients(start: float) -> None:
-    rates = [0.1, 0.5, 0.3, 0.0, 0.9]
-    bias = torch.nn.Parameter(torch.tensor([logit(start)], dtype=torch.float64))
-    optimizer = torch.optim.AdamW([bias], weight_decay=0.4)
-    expected = [start]
-    for rate in rates:
-        optimizer.param_groups[0]["lr"] = rate
-        bias.grad = torch.zeros_like(bias)
-        optimizer.step()
-        expected.append(torch.sigmoid(bias).item())
-    assert decayed_gate(rates, 0.4, start=start) == pytest.approx(expected, rel=1e-12)
-    assert decayed_gate(rates, 0.0, start=start) == pytest.approx([start] * 6)
-    with pytest.raises(ValueError, match="start must be above 0 and below 1, got 1"):
-        decayed_gate(rates, 0.1, start=1)
-
-
-@pytest.mark.parametrize(("steps", "gate"), [(57_220, 0.435), (76_294, 0.475)])
-def test_decay_alone_on_the_paper_s_schedule(steps: int, gate: float) -> None:
-    recipe = OptimizerRecipe(learning_rate=1e-3, warmup_steps=1024)
-    curve = decayed_gate((learning_rate_at(recipe, step, steps) for step in range(steps)), 0.1)
-    assert len(curve) == steps + 1
-    assert curve[0] == 0.01 and curve[-1] == pytest.approx(gate, abs=1e-3)
-    assert all(a <= b for a, b in pairwise(curve))

@@ -1,9 +1,8 @@
-"""Gate values and the size of the correction, measured on text; and where weight decay alone would take the gate."""
+"""Gate values and the size of the correction, measured on text."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -116,24 +115,3 @@ def text_windows(corpus: Corpus, tokenizer: Any, *, windows: int, length: int) -
         f"the held-out part of {corpus.source} has {len(tokens)} tokens, but {windows} windows of {length} are asked "
         "for; give more text, or ask for fewer tokens"
     )
-
-
-def decayed_gate(learning_rates: Iterable[float], weight_decay: float, *, start: float = 0.01) -> list[float]:
-    """lambda after 0, 1, 2, ... steps of AdamW that decays the bias of a gate and has no gradient for it.
-
-    A step multiplies the bias by 1 - rate * decay (Loshchilov and Hutter, "Decoupled weight decay regularization",
-    arXiv:1711.05101), and lambda = sigmoid(bias): whatever the gate has learned is what differs from this.
-
-    Args:
-        learning_rates: of each step.
-        weight_decay: of AdamW.
-        start: lambda before the first step.
-    """
-    if not 0 < start < 1:
-        raise ValueError(f"start must be above 0 and below 1, got {start}")
-    bias = math.log(start / (1 - start))
-    curve = [start]
-    for rate in learning_rates:
-        bias *= 1 - rate * weight_decay
-        curve.append(1 / (1 + math.exp(-bias)))
-    return curve

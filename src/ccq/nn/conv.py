@@ -53,9 +53,11 @@ class ShortConvolution(nn.Module):
         check_input("x", x, ("B", "T", self.channels))
         sequences, mask, boundaries = check_sequences(x, cu_seqlens, mask)
         length = self.kernel_size - 1
-        history = x.new_zeros(sequences, length, self.channels)
-        if state is not None:
-            check_shape("state", state, history.shape)
+        shape = (sequences, length, self.channels)
+        if state is None:
+            history = x.new_zeros(shape)
+        else:
+            check_shape("state", state, shape)
             history = state = state.to(x.dtype)
         fused = is_chosen(x, self.kernel_size)
         if boundaries is not None and cu_seqlens is not None:
@@ -63,7 +65,7 @@ class ShortConvolution(nn.Module):
                 return self._fused(x, state, boundaries), _behind_documents(x, history, cu_seqlens)
             return self._packed(x, history, cu_seqlens)
         if mask is not None:
-            return self._padded(x, history, mask)
+            return self._padded(x, history, state, mask)
         if fused:
             return self._fused(x, state), torch.cat((history, x[:, -length:]), 1)[:, -length:]
         window = torch.cat((history, x), 1)
@@ -89,15 +91,15 @@ class ShortConvolution(nn.Module):
             y = torch.addcmul(y, window[:, i : i + tokens], tap)
         return F.silu(y)
 
-    def _padded(self, x: Tensor, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _padded(self, x: Tensor, history: Tensor, state: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Roll every row so that its real tokens come first, convolve behind the state, and roll back."""
         tokens = x.shape[1]
         if tokens == 0:
-            return x, state
+            return x, history
         first = mask.to(torch.int64).argmax(1, keepdim=True)
         place = torch.arange(tokens, device=x.device)
         rolled = _take(x, (place + first) % tokens)
-        window = torch.cat((state, rolled), 1)
+        window = torch.cat((history, rolled), 1)
         y = self._fused(rolled, state) if is_chosen(x, self.kernel_size) else self._convolve(window)
         y = _take(y, (place - first) % tokens)
         last = mask.sum(1, keepdim=True) + torch.arange(self.kernel_size - 1, device=x.device)

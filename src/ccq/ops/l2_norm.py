@@ -1,7 +1,6 @@
 """Unit vectors in the dtype they came in, in one pass by flash-linear-attention's kernel on a GPU.
 
-Composed from PyTorch, the two normalisations of a Gated DeltaNet layer pass a dozen times over float32 copies of q and
-k, forward and backward.
+What it saves a layer is in `ccq.ops.short_convolution`, with which it was measured.
 
 | operator | what it is |
 | --- | --- |

@@ -27,7 +27,7 @@ from ccq.report.figures import (
     _two_lines,
     arm_styles,
 )
-from ccq.report.html import ONE_SEED, Finding, _flattened, _listed, _plural
+from ccq.report.html import ONE_SEED, Finding, _flattened, _listed, _plural, verdict
 from ccq.report.intervals import Interval, span
 from ccq.report.pages import render_page
 from ccq.report.tables import (
@@ -159,14 +159,13 @@ def headline(results: GridResults) -> str:
         return "No arm was trained beside its own backbone, so there is nothing to compare."
     if seeds < 2:
         return f"{ONE_SEED} The figures below show what one run of each arm did, not which arm is better."
-    better = sum(difference.outcome == "better" for difference in differences)
-    worse = sum(difference.outcome == "worse" for difference in differences)
-    start = f"{seeds} seeds; of {_plural(len(differences), 'difference')} between an arm and its backbone, "
-    if not better and not worse:
-        return start + "none leaves zero out of both its intervals, so these runs settle nothing."
-    clear = better + worse
-    sides = f"{better or 'none'} in favour of the read step, {worse or 'none'} against it"
-    return f"{start}{clear} {'leaves' if clear == 1 else 'leave'} zero out of both intervals: {sides}."
+    return verdict(
+        seeds,
+        [difference.outcome for difference in differences],
+        none="none leaves zero out of both its intervals",
+        one="leaves zero out of both intervals",
+        several="leave zero out of both intervals",
+    )
 
 
 def findings(results: GridResults) -> list[Finding]:

@@ -78,14 +78,23 @@ def headline(results: CompareResults) -> str:
         return f"{ONE_SEED} {text}" if seeds < 2 else text
     if seeds < 2:
         return f"{ONE_SEED} The figures below show what one run of each arm did, not which arm is better."
-    better = sum(difference.outcome == "better" for difference in differences)
-    worse = sum(difference.outcome == "worse" for difference in differences)
-    start = f"{seeds} seeds; of {_plural(len(differences), 'difference')} between an arm and its backbone, "
+    return verdict(
+        seeds,
+        [difference.outcome for difference in differences],
+        none="none is larger than its 95 % interval",
+        one="is larger than the 95 % interval",
+        several="are larger than the 95 % interval",
+    )
+
+
+def verdict(seeds: int, outcomes: Sequence[str], *, none: str, one: str, several: str) -> str:
+    """How many differences between arms and their backbones are clear, in the words for none, one and several."""
+    better, worse = outcomes.count("better"), outcomes.count("worse")
+    start = f"{seeds} seeds; of {_plural(len(outcomes), 'difference')} between an arm and its backbone, "
     if not better and not worse:
-        return start + "none is larger than its 95 % interval, so these runs settle nothing."
-    clear = better + worse
+        return f"{start}{none}, so these runs settle nothing."
     sides = f"{better or 'none'} in favour of the read step, {worse or 'none'} against it"
-    return f"{start}{clear} {'is' if clear == 1 else 'are'} larger than the 95 % interval: {sides}."
+    return f"{start}{better + worse} {one if better + worse == 1 else several}: {sides}."
 
 
 def findings(results: CompareResults) -> list[Finding]:
