@@ -18,6 +18,7 @@ from ccq.nn import ShortConvolution
 from ccq.ops import l2_norm as norm
 from ccq.ops import short_convolution as convolution
 from ccq.ops.l2_norm import l2_norm
+from ccq.ops.sigmoid_gate import sigmoid_gate
 
 pytest.importorskip("fla")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -130,3 +131,30 @@ def test_compiled_without_a_break_they_agree() -> None:
         results.append((y, *torch.autograd.grad(y.float().square().sum() + y.float()[..., 0].sum(), leaf)))
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (8, 4096)])
+@by_dtype
+def test_sigmoid_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """The gradient in the bias sums over all tokens; against float64, where the composition rounds the logits."""
+    torch.manual_seed(0)
+    x, gradient = torch.randn(*shape, 384).to(dtype), torch.randn(*shape, 6)
+    weight, bias = torch.randn(6, 384) / 20, torch.randn(6) - 4.6
+
+    def run(device: str, wide: bool) -> list[Tensor]:
+        kept = torch.float64 if wide else torch.float32
+        leaves = [
+            x.to(device, torch.float64 if wide else dtype),
+            weight.to(dtype).to(device, kept) if wide else weight.to(device),
+            bias.to(device, kept),
+        ]
+        leaves = [each.requires_grad_() for each in leaves]
+        gate = sigmoid_gate(*leaves)
+        return [gate.detach(), *torch.autograd.grad(gate, leaves, gradient.to(device, kept))]
+
+    eps = torch.finfo(dtype).eps
+    found, again = run("cuda", False), run("cuda", False)
+    allowed = (2e-6, 2 * eps, 2 * eps, 2e-5)
+    for name, ours, value, limit in zip(("gate", "x", "weight", "bias"), found, run("cpu", True), allowed, strict=True):
+        assert relative_error(ours.cpu(), value) <= limit, name
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.ops.checks import accumulation_dtype
@@ -25,6 +24,7 @@ from ccq.ops.query import (
     l2_normalize,
     update_and_read_,
 )
+from ccq.ops.sigmoid_gate import sigmoid_gate
 
 GATE_FORMS = ("presplit", "head", "attached")
 Normalized = bool | Literal["keys"]
@@ -299,8 +299,8 @@ class GatedReadStep(ReadStep):
         if isinstance(self.gate, float):
             return self.gate
         with torch.autocast(q.device.type, enabled=False):
-            weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
             if self.gate == "head":
+                weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
                 unit = q.to(dtype) if normalized is True else l2_normalize(q)
                 return torch.sigmoid(torch.einsum("bthd,hd->bth", unit, weight) + bias)
             if presplit_query.shape != (*q.shape[:2], self.num_heads * self.head_dim):
@@ -308,9 +308,7 @@ class GatedReadStep(ReadStep):
                     f"presplit_query must have shape [B, T, H * D] = {[*q.shape[:2], self.num_heads * self.head_dim]}, "
                     f"got {list(presplit_query.shape)}"
                 )
-            # In the dtype of the query, whose copy in float32 would cost more than the read step; the bias, which is
-            # most of the sum, is added behind.
-            gate = torch.sigmoid(F.linear(presplit_query, weight.to(presplit_query.dtype)).to(dtype) + bias)
+            gate = sigmoid_gate(presplit_query, self.gate_weight, self.gate_bias)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
 
     def intervene(self, *, enabled: bool = True, factors: Tensor | None = None, table: Tensor | None = None) -> None:

@@ -1,0 +1,124 @@
+"""The gate in PyTorch and by its kernels, against the formula in float64, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers import assert_close
+from torch import Tensor, library
+
+from ccq.ops import sigmoid_gate as module
+from ccq.ops.sigmoid_gate import sigmoid_gate
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("gate", "x", "weight", "bias")
+# Triton's interpreter multiplies the bits of bfloat16 matrices.
+HALVES = [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are used, on a CPU too."""
+    monkeypatch.setattr(module, "is_chosen", lambda x, weight: True)
+
+
+def draw(*shape: int, outputs: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, weight, bias and the gradient that arrives. The bias is far below the weights' part, as in training."""
+    x = torch.randn(shape).to(dtype)
+    weight, bias = torch.randn(outputs, shape[-1]) * shape[-1] ** -0.5, torch.randn(outputs) - 4.6
+    return [x, weight, bias, torch.randn(*shape[:-1], outputs)]
+
+
+def formula(inputs: list[Tensor], rounded: torch.dtype) -> list[Tensor]:
+    """Gate and gradients in float64, with the weight rounded as x is."""
+    x, weight, bias, gradient = inputs
+    leaves = [x.double().requires_grad_(), weight.to(rounded).double().requires_grad_(), bias.double().requires_grad_()]
+    gate = 1 / (1 + torch.exp(-((leaves[0].unsqueeze(-2) * leaves[1]).sum(-1) + leaves[2])))
+    return [gate.detach(), *torch.autograd.grad(gate, leaves, gradient.double())]
+
+
+def differentiate(inputs: list[Tensor]) -> list[Tensor]:
+    *leaves, gradient = (x.to(DEVICE) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    gate = sigmoid_gate(*leaves)
+    return [gate.detach().cpu(), *(x.cpu() for x in torch.autograd.grad(gate, leaves, gradient))]
+
+
+def check(inputs: list[Tensor], tolerances: dict[str, float]) -> None:
+    for name, actual, value in zip(NAMES, differentiate(inputs), formula(inputs, inputs[0].dtype), strict=True):
+        assert_close(name, actual, value, tolerances[name])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("shape", "outputs"), [((2, 70, 48), 6), ((1, 1, 300), 1), ((3, 5, 129), 17), ((200, 16), 3)])
+def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ccq.ops.sigmoid_gate import kernels
+
+    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)  # several blocks a group, and several groups
+    check(draw(*shape, outputs=outputs), dict.fromkeys(NAMES, 2e-6))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_logits_of_low_precision_input_are_not_rounded(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    inputs = draw(2, 90, 48, outputs=6, dtype=dtype)
+    # dz is rounded before it meets x and the weight; the gate and the bias see no rounding.
+    check(inputs, {"gate": 2e-6, "x": 2 * eps, "weight": 2 * eps, "bias": 2e-6})
+
+
+def test_composed_from_torch_it_is_the_formula() -> None:
+    inputs = draw(2, 9, 24, outputs=3)
+    for name, actual, value in zip(NAMES, differentiate(inputs), formula(inputs, torch.float64), strict=True):
+        assert_close(name, actual, value, 2e-6)
+    exact = [x.double() for x in inputs]
+    for name, actual, value in zip(NAMES, differentiate(exact), formula(exact, torch.float64), strict=True):
+        assert actual.dtype == torch.float64
+        assert_close(name, actual, value, 1e-14)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_without_a_gradient_take_no_part() -> None:
+    """Padding, whatever stands in it."""
+    x, weight, bias, gradient = draw(70, 20, outputs=3)
+    gradient[10:40] = 0
+    clean = differentiate([x, weight, bias, gradient])
+    x[10:40] = float("nan")
+    spoilt = differentiate([x, weight, bias, gradient])
+    for name, ours, theirs in zip(NAMES[2:], spoilt[2:], clean[2:], strict=True):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(spoilt[1], clean[1]) and not spoilt[1][10:40].any()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_parameters_of_any_dtype_and_strided_input() -> None:
+    x, weight, bias, gradient = draw(6, 40, 24, outputs=3, dtype=torch.float16)
+    halves = [x.transpose(0, 1).contiguous().transpose(0, 1), weight.half(), bias.half(), gradient]
+    found, exact = differentiate(halves), formula(halves, torch.float16)
+    assert [each.dtype for each in found] == [torch.float32, *(torch.float16,) * 3]
+    for name, actual, value in zip(NAMES, found, exact, strict=True):
+        assert_close(name, actual, value, 2e-6 if name == "gate" else 2 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_operators_keep_their_promises() -> None:
+    x, weight, bias, gradient = (each.to(DEVICE) for each in draw(40, 24, outputs=3))
+    leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+    library.opcheck(module.forward, tuple(leaves), atol=1e-6, rtol=1e-6)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    library.opcheck(module.backward, (gradient, module.forward(x, weight, bias), x, weight), test_utils=checks)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+def test_compiles_without_a_break_and_agrees() -> None:
+    inputs = draw(2, 20, 24, outputs=3)
+    eager = differentiate(inputs)
+    compiled = torch.compile(sigmoid_gate, fullgraph=True, backend="aot_eager")
+    *leaves, gradient = (x.to(DEVICE) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    gate = compiled(*leaves)
+    for ours, theirs in zip((gate.detach(), *torch.autograd.grad(gate, leaves, gradient)), eager, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
