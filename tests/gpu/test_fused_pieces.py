@@ -19,6 +19,7 @@ from ccq.ops import l2_norm as norm
 from ccq.ops import short_convolution as convolution
 from ccq.ops.l2_norm import l2_norm
 from ccq.ops.sigmoid_gate import sigmoid_gate
+from ccq.ops.swiglu import swiglu
 
 pytest.importorskip("fla")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -158,3 +159,18 @@ def test_sigmoid_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for name, ours, value, limit in zip(("gate", "x", "weight", "bias"), found, run("cpu", True), allowed, strict=True):
         assert relative_error(ours.cpu(), value) <= limit, name
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 700, 1056), (4, 4096, 5632)])
+@by_dtype
+def test_swiglu(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    inputs = [(2 * torch.randn(shape)).to(dtype) for _ in range(3)]
+
+    def run(device: str, kind: torch.dtype) -> Results:
+        gate, x, gradient = (each.to(device, kind) for each in inputs)
+        leaves = [gate.requires_grad_(), x.requires_grad_()]
+        y = swiglu(*leaves)
+        return dict(zip(("y", "gate", "x"), (y.detach(), *torch.autograd.grad(y, leaves, gradient)), strict=True))
+
+    check(run, dtype)

@@ -307,6 +307,7 @@ def redirect_autotuners() -> None:
     with warnings.catch_warnings():
         # The package warns of optional packages for layers that are not used here.
         warnings.simplefilter("ignore", ImportWarning)
+        import fla.modules.activations.ops
         import fla.modules.causal_conv1d.ops
         import fla.modules.norm.fused_norm_gate
         import fla.modules.norm.l2norm
