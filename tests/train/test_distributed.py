@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers import assert_close
+from tests.several import free_port
 from tests.train import toy
 
 from ccq.cli import main
@@ -120,12 +121,10 @@ def test_other_models_and_precisions(tmp_path: Path, options: dict[str, Any], to
     assert_nearly_the_same_run(tmp_path / "two", tmp_path / "one", tolerance, **options)
 
 
-def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command a user types; asked to stop it saves, and one process goes on."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe and its data."""
+    (tmp_path / "recipe.yaml").write_text(
         "model: {preset: gla+ccq-tiny, num_layers: 1}\ndata: {folder: data, length: 32}\n"
         "training: {steps: 400, tokens_per_step: 128}\noptimizer: {learning_rate: 1e-3, warmup_steps: 2}\n"
         "system: {rows: 1, dtype: float32, checkpoint_every: 1000}\n"
@@ -133,11 +132,23 @@ def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
     (tmp_path / "text.txt").write_text("".join(f"line {n} of a text\n" for n in range(3000)))
     prepare_shards(tmp_path / "data", file_source([str(tmp_path / "text.txt")]), 300, held_out=0)
     monkeypatch.chdir(tmp_path)
-    train = ["train", "recipe.yaml", "--out", "run"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ccq.cli", *train]
+    return tmp_path
+
+
+def torchrun(arguments: list[str], *options: str) -> subprocess.Popen[bytes]:
+    """The command a user types."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "ccq.cli", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(torchrun, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked to stop it saves, and one process goes on."""
+    train = ["train", "recipe.yaml", "--out", "run"]
+    process = torchrun(train, "--nproc-per-node", "2")
+    metrics = place / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=60)[0]
@@ -147,7 +158,33 @@ def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
     stopped = re.search(r"Stopped after step (\d+) of 400; the same command goes on from here", output)
     assert stopped, output
     steps = int(stopped[1])
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:08}"]
+    assert [path.name for path in (place / "run" / "checkpoints").iterdir()] == [f"step-{steps:08}"]
     assert main([*train, "--stop-after", str(steps + 2)]) == 0
     assert f"going on after step {steps}" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(metrics)] == list(range(1, steps + 3))
+
+
+def test_two_machines_are_one(place: Path) -> None:
+    """Two launchers with a folder that both see, as on two machines: the first process of each is local rank 0."""
+    train = ["train", "recipe.yaml", "--set", "training.steps=5", "--out"]
+    assert main([*train, "one"]) == 0
+    options = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
+    nodes = [torchrun([*train, "two"], *options, "--node-rank", str(rank)) for rank in range(2)]
+    for node in nodes:
+        output, _ = node.communicate(timeout=120)
+        assert node.returncode == 0, output.decode()
+    ours, theirs = (read_metrics(Path(folder, "metrics.jsonl")) for folder in ("two", "one"))
+    assert [line["processes"] for line in ours] == [2] * 5
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own["step"], own["tokens"]) == (other["step"], other["tokens"])
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
