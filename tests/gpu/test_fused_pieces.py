@@ -18,8 +18,8 @@ from ccq.nn import ShortConvolution
 from ccq.ops import l2_norm as norm
 from ccq.ops import short_convolution as convolution
 from ccq.ops.l2_norm import l2_norm
-from ccq.ops.sigmoid_gate import sigmoid_gate
 from ccq.ops.swiglu import swiglu
+from ccq.ops.thin_linear import thin_linear
 
 pytest.importorskip("fla")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -136,7 +136,7 @@ def test_compiled_without_a_break_they_agree() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (8, 4096)])
 @by_dtype
-def test_sigmoid_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_thin_linear(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """The gradient in the bias sums over all tokens; against float64, where the composition rounds the logits."""
     torch.manual_seed(0)
     x, gradient = torch.randn(*shape, 384).to(dtype), torch.randn(*shape, 6)
@@ -150,13 +150,13 @@ def test_sigmoid_gate(dtype: torch.dtype, shape: tuple[int, int]) -> None:
             bias.to(device, kept),
         ]
         leaves = [each.requires_grad_() for each in leaves]
-        gate = sigmoid_gate(*leaves)
-        return [gate.detach(), *torch.autograd.grad(gate, leaves, gradient.to(device, kept))]
+        y = thin_linear(*leaves, sigmoid=True)
+        return [y.detach(), *torch.autograd.grad(y, leaves, gradient.to(device, kept))]
 
     eps = torch.finfo(dtype).eps
     found, again = run("cuda", False), run("cuda", False)
     allowed = (2e-6, 2 * eps, 2 * eps, 2e-5)
-    for name, ours, value, limit in zip(("gate", "x", "weight", "bias"), found, run("cpu", True), allowed, strict=True):
+    for name, ours, value, limit in zip(("y", "x", "weight", "bias"), found, run("cpu", True), allowed, strict=True):
         assert relative_error(ours.cpu(), value) <= limit, name
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 

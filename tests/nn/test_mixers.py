@@ -437,6 +437,32 @@ def test_decay_starts_in_the_range_asked_for() -> None:
     assert layer.dt_bias._no_weight_decay
 
 
+def test_an_adapter_around_a_projection_is_heard() -> None:
+    """The small projections are computed together, from their weights; an adapter has more than a weight."""
+
+    class Adapter(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 3
+
+    layer, x = make("gated-deltanet"), torch.randn(2, 9, HIDDEN, dtype=torch.float64)
+    assert isinstance(layer, GatedDeltaNet)
+    for name, bias in (("a_proj", "dt_bias"), ("b_proj", None)):
+        plain = getattr(layer, name)
+        adapter = Adapter(HIDDEN, HEADS, bias=False, dtype=torch.float64)
+        adapter.weight = plain.weight
+        setattr(layer, name, adapter)
+        heard = layer(x).output
+        setattr(layer, name, plain)
+        assert not torch.allclose(heard, layer(x).output)
+        if bias is not None:
+            # The same shift as a bias.
+            with torch.no_grad():
+                getattr(layer, bias).add_(3)
+            assert_close("output", heard, layer(x).output, 1e-12)
+            with torch.no_grad():
+                getattr(layer, bias).sub_(3)
+
+
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_bfloat16_stays_near_float64(backbone: str) -> None:
     """Weights, input and output in bfloat16, states in float32."""

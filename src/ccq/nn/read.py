@@ -24,7 +24,7 @@ from ccq.ops.query import (
     l2_normalize,
     update_and_read_,
 )
-from ccq.ops.sigmoid_gate import sigmoid_gate
+from ccq.ops.thin_linear import thin_linear
 
 GATE_FORMS = ("presplit", "head", "attached")
 Normalized = bool | Literal["keys"]
@@ -308,7 +308,7 @@ class GatedReadStep(ReadStep):
                     f"presplit_query must have shape [B, T, H * D] = {[*q.shape[:2], self.num_heads * self.head_dim]}, "
                     f"got {list(presplit_query.shape)}"
                 )
-            gate = sigmoid_gate(presplit_query, self.gate_weight, self.gate_bias)
+            gate = thin_linear(presplit_query, self.gate_weight, self.gate_bias, sigmoid=True)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
 
     def intervene(self, *, enabled: bool = True, factors: Tensor | None = None, table: Tensor | None = None) -> None:

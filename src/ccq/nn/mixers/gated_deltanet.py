@@ -22,6 +22,7 @@ from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gated_delta_rule import gated_delta_rule
 from ccq.ops.l2_norm import l2_norm
+from ccq.ops.thin_linear import thin_linear
 
 
 class GatedDeltaNet(nn.Module):
@@ -115,8 +116,9 @@ class GatedDeltaNet(nn.Module):
         if not by_read:
             q = l2_norm(q)
         dtype = accumulation_dtype(x.dtype)
-        log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(self.a_proj(x).to(dtype) + self.dt_bias.to(dtype))
-        beta = torch.sigmoid(self.b_proj(x).to(dtype))
+        steps, strengths = self._gates(x)
+        log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(steps.to(dtype) + self.dt_bias.to(dtype))
+        beta = torch.sigmoid(strengths.to(dtype))
 
         statistics = None
         if self.read is not None:
@@ -143,3 +145,15 @@ class GatedDeltaNet(nn.Module):
         )
         output = self.o_norm(output, split_heads(self.g_proj(x), self.num_heads))
         return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """a_proj(x) and b_proj(x), [B, T, H] each."""
+        projections = (self.a_proj, self.b_proj)
+        # Others than plain ones, say with an adapter around them, have more to say than their weight.
+        if any(type(each) is not nn.Linear for each in projections):
+            return self.a_proj(x), self.b_proj(x)
+        weight = torch.cat([each.weight for each in projections])
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        steps, strengths = thin_linear(x, weight).chunk(2, dim=-1)
+        return steps, strengths

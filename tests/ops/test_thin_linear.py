@@ -1,4 +1,6 @@
-"""The gate in PyTorch and by its kernels, against the formula in float64, on a GPU or in Triton's interpreter."""
+"""The thin linear map in PyTorch and by its kernels, against its formula in float64, on a GPU or in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ import torch
 from tests.helpers import assert_close
 from torch import Tensor, library
 
-from ccq.ops import sigmoid_gate as module
-from ccq.ops.sigmoid_gate import sigmoid_gate
+from ccq.ops import thin_linear as module
+from ccq.ops.thin_linear import thin_linear
 
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("gate", "x", "weight", "bias")
+NAMES = ("y", "x", "weight", "bias")
 # Triton's interpreter multiplies the bits of bfloat16 matrices.
 HALVES = [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
@@ -31,30 +33,34 @@ def draw(*shape: int, outputs: int, dtype: torch.dtype = torch.float32) -> list[
     return [x, weight, bias, torch.randn(*shape[:-1], outputs)]
 
 
-def formula(inputs: list[Tensor], rounded: torch.dtype) -> list[Tensor]:
-    """Gate and gradients in float64, with the weight rounded as x is."""
+def formula(inputs: list[Tensor], rounded: torch.dtype, sigmoid: bool = True) -> list[Tensor]:
+    """Outputs and gradients in float64, with the weight rounded as x is."""
     x, weight, bias, gradient = inputs
     leaves = [x.double().requires_grad_(), weight.to(rounded).double().requires_grad_(), bias.double().requires_grad_()]
-    gate = 1 / (1 + torch.exp(-((leaves[0].unsqueeze(-2) * leaves[1]).sum(-1) + leaves[2])))
-    return [gate.detach(), *torch.autograd.grad(gate, leaves, gradient.double())]
+    y = (leaves[0].unsqueeze(-2) * leaves[1]).sum(-1) + leaves[2]
+    if sigmoid:
+        y = 1 / (1 + torch.exp(-y))
+    return [y.detach(), *torch.autograd.grad(y, leaves, gradient.double())]
 
 
-def differentiate(inputs: list[Tensor]) -> list[Tensor]:
+def differentiate(inputs: list[Tensor], sigmoid: bool = True) -> list[Tensor]:
     *leaves, gradient = (x.to(DEVICE) for x in inputs)
     leaves = [x.clone().requires_grad_() for x in leaves]
-    gate = sigmoid_gate(*leaves)
-    return [gate.detach().cpu(), *(x.cpu() for x in torch.autograd.grad(gate, leaves, gradient))]
+    y = thin_linear(*leaves, sigmoid=sigmoid)
+    return [y.detach().cpu(), *(x.cpu() for x in torch.autograd.grad(y, leaves, gradient))]
 
 
 def check(inputs: list[Tensor], tolerances: dict[str, float]) -> None:
-    for name, actual, value in zip(NAMES, differentiate(inputs), formula(inputs, inputs[0].dtype), strict=True):
-        assert_close(name, actual, value, tolerances[name])
+    for sigmoid in (False, True):
+        found, exact = differentiate(inputs, sigmoid), formula(inputs, inputs[0].dtype, sigmoid)
+        for name, actual, value in zip(NAMES, found, exact, strict=True):
+            assert_close(name, actual, value, tolerances[name])
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("shape", "outputs"), [((2, 70, 48), 6), ((1, 1, 300), 1), ((3, 5, 129), 17), ((200, 16), 3)])
 def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ccq.ops.sigmoid_gate import kernels
+    from ccq.ops.thin_linear import kernels
 
     monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)  # several blocks a group, and several groups
     check(draw(*shape, outputs=outputs), dict.fromkeys(NAMES, 2e-6))
@@ -66,7 +72,7 @@ def test_logits_of_low_precision_input_are_not_rounded(dtype: torch.dtype) -> No
     eps = torch.finfo(dtype).eps
     inputs = draw(2, 90, 48, outputs=6, dtype=dtype)
     # dz is rounded before it meets x and the weight; the gate and the bias see no rounding.
-    check(inputs, {"gate": 2e-6, "x": 2 * eps, "weight": 2 * eps, "bias": 2e-6})
+    check(inputs, {"y": 2e-6, "x": 2 * eps, "weight": 2 * eps, "bias": 2e-6})
 
 
 def test_composed_from_torch_it_is_the_formula() -> None:
@@ -99,16 +105,29 @@ def test_parameters_of_any_dtype_and_strided_input() -> None:
     found, exact = differentiate(halves), formula(halves, torch.float16)
     assert [each.dtype for each in found] == [torch.float32, *(torch.float16,) * 3]
     for name, actual, value in zip(NAMES, found, exact, strict=True):
-        assert_close(name, actual, value, 2e-6 if name == "gate" else 2 * torch.finfo(torch.float16).eps)
+        assert_close(name, actual, value, 2e-6 if name == "y" else 2 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_without_a_bias() -> None:
+    x, weight, bias, gradient = draw(40, 24, outputs=3)
+    exact = formula([x, weight, 0 * bias, gradient], torch.float32, sigmoid=False)
+    leaves = [each.to(DEVICE).requires_grad_() for each in (x, weight)]
+    y = thin_linear(*leaves)
+    found = (y.detach(), *torch.autograd.grad(y, leaves, gradient.to(DEVICE)))
+    for name, actual, value in zip(NAMES, found, exact, strict=False):
+        assert_close(name, actual.cpu(), value, 2e-6)
 
 
 @pytest.mark.usefixtures("kernels")
 def test_the_operators_keep_their_promises() -> None:
     x, weight, bias, gradient = (each.to(DEVICE) for each in draw(40, 24, outputs=3))
     leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
-    library.opcheck(module.forward, tuple(leaves), atol=1e-6, rtol=1e-6)
+    library.opcheck(module.forward, (*leaves, True), atol=1e-6, rtol=1e-6)
+    library.opcheck(module.forward, (*leaves[:2], None, False), atol=1e-6, rtol=1e-6)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    library.opcheck(module.backward, (gradient, module.forward(x, weight, bias), x, weight), test_utils=checks)
+    for y in (None, module.forward(x, weight, bias, True)):
+        library.opcheck(module.backward, (gradient, y, x, weight), test_utils=checks)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -116,9 +135,9 @@ def test_the_operators_keep_their_promises() -> None:
 def test_compiles_without_a_break_and_agrees() -> None:
     inputs = draw(2, 20, 24, outputs=3)
     eager = differentiate(inputs)
-    compiled = torch.compile(sigmoid_gate, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(thin_linear, fullgraph=True, backend="aot_eager")
     *leaves, gradient = (x.to(DEVICE) for x in inputs)
     leaves = [x.clone().requires_grad_() for x in leaves]
-    gate = compiled(*leaves)
-    for ours, theirs in zip((gate.detach(), *torch.autograd.grad(gate, leaves, gradient)), eager, strict=True):
+    y = compiled(*leaves, sigmoid=True)
+    for ours, theirs in zip((y.detach(), *torch.autograd.grad(y, leaves, gradient)), eager, strict=True):
         assert torch.equal(ours.cpu(), theirs)

@@ -1,11 +1,12 @@
-"""The gate in Triton.
+"""The thin linear map in Triton.
 
 Legend: R rows of x (BR a block), E columns (BE a block), H outputs (BH the next power of two, at least 16), G groups of
 row blocks.
 
-Backward, with z = W x + b and dz = d_gate * gate * (1 - gate): dx = dz W, dW = dz^T x, db = sum of dz. A program holds
-BE columns of dW and walks over the row blocks of its group, so that x is read once for both; the sums of the groups are
-added up outside. A row without any gradient takes no part, whatever x holds there: padding may be NaN.
+Backward, with z = x W^T + b and dz = dy, or dy * y * (1 - y) behind a sigmoid: dx = dz W, dW = dz^T x, db = sum of dz.
+A program holds BE columns of dW and walks over the row blocks of its group, so that x is read once for both; the sums
+of the groups are added up outside. A row without any gradient takes no part, whatever x holds there: padding may be
+NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _forward_kernel(
     x,
     weight,
     bias,
-    gate,
+    y,
     rows,
     E: tl.constexpr,
     H: tl.constexpr,
@@ -36,6 +37,8 @@ def _forward_kernel(
     BE: tl.constexpr,
     BH: tl.constexpr,
     PRECISION: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     output = tl.arange(0, BH)
@@ -46,14 +49,17 @@ def _forward_kernel(
         b_x = tl.load(x + row[:, None] * E + column, mask=(row < rows)[:, None] & fits, other=0.0)
         b_w = tl.load(weight + output[:, None] * E + column, mask=(output < H)[:, None] & fits, other=0.0)
         b_z = tl.dot(b_x, tl.trans(b_w.to(b_x.dtype)), b_z, input_precision=PRECISION)
-    b_z += tl.load(bias + output, mask=output < H, other=0.0).to(tl.float32)
-    tl.store(gate + row[:, None] * H + output, tl.sigmoid(b_z), mask=(row < rows)[:, None] & (output < H))
+    if BIAS:
+        b_z += tl.load(bias + output, mask=output < H, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b_z = tl.sigmoid(b_z)
+    tl.store(y + row[:, None] * H + output, b_z, mask=(row < rows)[:, None] & (output < H))
 
 
 @triton.jit(do_not_specialize=["rows", "per_group"])
 def _backward_kernel(
-    d_gate,
-    gate,
+    dy,
+    y,
     x,
     weight,
     d_x,
@@ -66,6 +72,7 @@ def _backward_kernel(
     BE: tl.constexpr,
     BH: tl.constexpr,
     PRECISION: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     """d_parameters [G, H, E + 1]: dW of a group, and db in the last column."""
     column = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -78,9 +85,10 @@ def _backward_kernel(
     for block in range(per_group):
         row = (group * per_group + block) * BR + tl.arange(0, BR)
         real = (row < rows)[:, None] & counts
-        b_g = tl.load(gate + row[:, None] * H + output, mask=real, other=0.0)
-        b_d = tl.load(d_gate + row[:, None] * H + output, mask=real, other=0.0).to(tl.float32)
-        b_dz = tl.where(b_d == 0, 0.0, b_d * b_g * (1 - b_g))
+        b_dz = tl.load(dy + row[:, None] * H + output, mask=real, other=0.0).to(tl.float32)
+        if SIGMOID:
+            b_y = tl.load(y + row[:, None] * H + output, mask=real, other=0.0)
+            b_dz = tl.where(b_dz == 0, 0.0, b_dz * b_y * (1 - b_y))
         inside = (row < rows)[:, None] & fits
         b_x = tl.load(x + row[:, None] * E + column, mask=inside, other=0.0)
         b_x = tl.where((tl.max(tl.abs(b_dz), 1) > 0)[:, None], b_x, 0.0)
@@ -105,16 +113,18 @@ def _sizes(x: Tensor, weight: Tensor) -> dict[str, object]:
     }
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sigmoid: bool) -> Tensor:
     rows = len(x)
-    gate = x.new_empty((rows, len(weight)), dtype=torch.float32)
+    y = x.new_empty((rows, len(weight)), dtype=torch.float32)
+    # A pointer that a kernel does not use must still be one.
     _forward_kernel[(triton.cdiv(rows, ROWS["forward"]),)](
-        x, weight, bias, gate, rows, BR=ROWS["forward"], num_warps=4, num_stages=4, **_sizes(x, weight)
-    )
-    return gate
+        x, weight, weight if bias is None else bias, y, rows,
+        BR=ROWS["forward"], BIAS=bias is not None, SIGMOID=sigmoid, num_warps=4, num_stages=4, **_sizes(x, weight),
+    )  # fmt: skip
+    return y
 
 
-def backward(d_gate: Tensor, gate: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dy: Tensor, y: Tensor | None, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (rows, columns), outputs = x.shape, len(weight)
     parts = triton.cdiv(columns, COLUMNS)
     blocks = triton.cdiv(rows, ROWS["backward"])
@@ -123,7 +133,7 @@ def backward(d_gate: Tensor, gate: Tensor, x: Tensor, weight: Tensor) -> tuple[T
     d_x = torch.empty_like(x)
     d_parameters = x.new_empty((groups, outputs, columns + 1), dtype=torch.float32)
     _backward_kernel[(parts, groups)](
-        d_gate, gate, x, weight, d_x, d_parameters, rows, per_group,
-        BR=ROWS["backward"], num_warps=4, num_stages=3, **_sizes(x, weight),
+        dy, dy if y is None else y, x, weight, d_x, d_parameters, rows, per_group,
+        BR=ROWS["backward"], SIGMOID=y is not None, num_warps=4, num_stages=3, **_sizes(x, weight),
     )  # fmt: skip
     return d_x, d_parameters[..., :columns].sum(0), d_parameters[..., columns].sum(0)
