@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure on this machine's GPU what docs/speed.md and docs/training.md show, part by part, the most wanted first.
 #
-#     benchmarks/gpu.sh OUT [PART ...]       parts: operator layer model train reads sweep needle
+#     benchmarks/gpu.sh OUT [PART ...]       parts: operator layer model decode train small reads sweep needle
 #
 # Every part has a time limit and writes its files into OUT as it goes, so a run that is cut short still tells something.
 # Copy the JSON files to benchmarks/results and make the page anew: ccq bench tables benchmarks/results > docs/speed.md
@@ -12,7 +12,7 @@ if [ $# -lt 1 ]; then
 fi
 out=$1
 shift
-parts=${*:-operator layer model train reads sweep needle}
+parts=${*:-operator layer model decode train small reads sweep needle}
 mkdir -p "$out"
 ccq="${PYTHON:-python} -m ccq.cli"
 recipe=recipes/benchmark/1.3b.yaml
@@ -40,6 +40,11 @@ for part in $parts; do
         limited 240 "model-$backbone" $ccq bench model --arms $backbone $backbone+ccq --repeats 8 --limit 8 --out "$out/model-$backbone.json"
       done
       ;;
+    decode)
+      for backbone in gated-deltanet gla; do
+        limited 200 "decode-$backbone" $ccq bench decode --arms $backbone $backbone+ccq --repeats 10 --limit 8 --out "$out/decode-$backbone.json"
+      done
+      ;;
     train)
       for arm in gla+ccq gla gated-deltanet+ccq gated-deltanet; do
         for compile in false true; do
@@ -48,9 +53,18 @@ for part in $parts; do
         done
       done
       ;;
+    small)
+      for arm in gla+ccq gla gated-deltanet+ccq gated-deltanet; do
+        for graph in true false; do
+          limited 90 "small-$arm-graph-$graph" $ccq train recipes/benchmark/60m.yaml --set model.preset=$arm-60m \
+            --set system.cuda_graph=$graph --out "$out/small-$arm-graph-$graph"
+        done
+      done
+      ;;
     reads)
-      reads=$($ccq reads --json | "${PYTHON:-python}" -c 'import json, sys; print(*("gla+" + r["name"] for r in json.load(sys.stdin)))')
-      limited 400 reads $ccq bench model --arms gla $reads --scale 60m --rows 8 --tokens 2048 --repeats 8 --limit 4 --out "$out/reads.json"
+      names='import json, sys; print(*("gla+" + r["name"] for r in json.load(sys.stdin) if r["name"] != "none"))'
+      reads=$($ccq reads --json | "${PYTHON:-python}" -c "$names")
+      limited 400 reads $ccq bench model --arms gla $reads --scale 60m --rows 8 --tokens 2048 --repeats 8 --limit 4 --out "$out/model-reads.json"
       ;;
     sweep) limited 400 sweep $ccq bench model --sweep tokens=32768 --repeats 5 --limit 4 --out "$out/model-sweep.json" ;;
     needle)

@@ -29,7 +29,7 @@ LEVELS = {
     "__main__": 7,
 }
 # Modules that everybody may import, so they may import nobody.
-FOUNDATIONS = ("files", "processes")
+FOUNDATIONS = ("cuda_graphs", "files", "processes")
 # The schema of the results: the one module that rooms beside `evals` may import too.
 SCHEMA = "ccq.evals.results"
 # The read step and the write rules know nothing of each other: any of one goes with any of the other.

@@ -511,6 +511,27 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     model.add_argument("--first-step", action="store_true", help="also the first step of a fresh process, empty caches")
     model.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     model.set_defaults(run=_bench_model)
+    decode = subjects.add_parser(
+        "decode",
+        help="one-token decoding of whole models",
+        description="Decoding after a context, greedily: a backbone, the same with the read step, and, on a GPU, the "
+        "same step replayed as a CUDA graph and flash-linear-attention's model of the same sizes. Tokens a second, "
+        "milliseconds a step, the floor that the card's bandwidth sets, state, peak memory, and ratios. On a CPU, a "
+        "tiny model by default, eager only.",
+    )
+    decode.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
+    decode.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="default: gla and gated-deltanet, without and with +ccq"
+    )
+    decode.add_argument("--scale", help="of the presets; default 1.3b on a GPU, tiny on a CPU")
+    decode.add_argument("--rows", type=_positive, default=8, metavar="N", help="sequences at a time; default 8")
+    decode.add_argument(
+        "--context", type=_positive, metavar="N", help="tokens read before; default 4096 on a GPU, 256 on a CPU"
+    )
+    decode.add_argument("--repeats", type=_positive, default=20, metavar="N", help="rounds of a timing; default 20")
+    decode.add_argument("--limit", type=_positive, default=40, metavar="SECONDS", help="end a timing after; default 40")
+    decode.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
+    decode.set_defaults(run=_bench_decode)
     tune = subjects.add_parser(
         "tune",
         help="measure configurations of flash-linear-attention's kernels for this card",
@@ -530,7 +551,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     tables = subjects.add_parser(
         "tables",
         help="print docs/speed.md from measured figures",
-        description="Prints the page docs/speed.md, made from the operator*.json files of a folder.",
+        description="Prints the page docs/speed.md, made from the operator*.json, layer*.json, model*.json and "
+        "decode*.json files of a folder.",
     )
     tables.add_argument("folder", type=Path, nargs="?", default=Path("benchmarks/results"), metavar="FOLDER")
     tables.set_defaults(run=_bench_tables)
@@ -633,6 +655,29 @@ def _bench_model(parsed: argparse.Namespace) -> int:
         limit=parsed.limit,
         sweep=sweep,
         first_step=parsed.first_step,
+        say=functools.partial(print, flush=True),
+        save=lambda figures: None if parsed.out is None else write_json_atomically(parsed.out, figures),
+    )
+    return 0
+
+
+def _bench_decode(parsed: argparse.Namespace) -> int:
+    import torch
+
+    from ccq.bench.decode import bench_decode
+    from ccq.bench.model import ARMS
+    from ccq.files import write_json_atomically
+
+    device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    scale, context = ("1.3b", 4096) if device == "cuda" else ("tiny", 256)
+    bench_decode(
+        arms=parsed.arms or ARMS,
+        scale=parsed.scale or scale,
+        rows=parsed.rows,
+        context=parsed.context or context,
+        device=device,
+        repeats=parsed.repeats,
+        limit=parsed.limit,
         say=functools.partial(print, flush=True),
         save=lambda figures: None if parsed.out is None else write_json_atomically(parsed.out, figures),
     )
@@ -1049,7 +1094,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "report",
         help="put runs beside the paper's tables and figures",
-        description="Reads results of `ccq eval`, `ccq compare`, `ccq bench layer` and `ccq bench model`, and run "
+        description="Reads results of `ccq eval`, `ccq compare` and `ccq bench layer`, `model` and `decode`, and run "
         "folders of `ccq train`, and writes the paper's tables and figures with their values beside the paper's own, "
         "paired differences, and quality against cost: report.html, report.md, CSV, PNG and SVG files.",
     )

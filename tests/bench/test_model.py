@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.bench.card import Cpu
 from torch import Tensor, nn
 
 from ccq.bench import model
-from ccq.bench.model import bench_model, ratios, sweep_shapes, time_first_step
+from ccq.bench.model import ReadCost, bench_model, ratios, read_costs, sweep_shapes, time_first_step
 from ccq.bench.tables import speed_page
 from ccq.cli import main
 from ccq.models import CCQForCausalLM, preset
@@ -39,6 +40,29 @@ class Plain(nn.Module):
         return types.SimpleNamespace(loss=loss, logits=logits[:, -logits_to_keep:])
 
 
+class Replayed(Cpu):
+    """A card on which a replay of the n-th recorded step takes n ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = 0
+        self.clock = 0.0
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.recorded += 1
+        mine = float(self.recorded)
+
+        def replay() -> None:
+            self.clock += mine
+
+        return replay
+
+    def elapsed_ms(self, work: Callable[[], Any]) -> float:
+        before = self.clock
+        work()
+        return self.clock - before
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What configurations were asked for."""
@@ -59,7 +83,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def measure(said: list[str], saved: list[Any], **changed: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "arms": ("gla", "gla+ccq", "gated-deltanet+ccq"), "scale": "tiny", "rows": 2, "tokens": 6, "repeats": 3,
-        "limit": 60, "sweep": None, "first_step": False, "card": Cpu(), **SMALL,
+        "limit": 60, "sweep": None, "first_step": False, "card": Replayed(), **SMALL,
     }  # fmt: skip
     return bench_model(
         **{**settings, **changed}, say=said.append, save=lambda figures: saved.append(json.loads(json.dumps(figures)))
@@ -86,6 +110,8 @@ def test_figures_follow_from_what_the_card_says(package: list[dict[str, Any]]) -
         {**common, "expand_k": 4.0, "expand_v": 4.0, "use_short_conv": True},
         {**common, "head_dim": 32, "expand_v": 1.0},
     ]
+    # One model after the other is recorded.
+    assert [row["step_device"]["median_ms"] for row in figures["models"]] == [1.0, 2.0, 3.0, 4.0, 5.0]
     for row in figures["models"]:
         assert row["tokens_per_second"] == 12 / (row["step"]["median_ms"] / 1000)
         assert row["prefill"]["rounds"] == row["step"]["rounds"] == 3
@@ -100,6 +126,8 @@ def test_figures_follow_from_what_the_card_says(package: list[dict[str, Any]]) -
     plain, with_read, package_row = figures["models"][:3]
     first = figures["ratios"][0]
     assert first["ccq_over_backbone_step"] == with_read["step"]["median_ms"] / plain["step"]["median_ms"]
+    assert (first["ccq_over_backbone_step_device"], first["backbone_over_package_step_device"]) == (2.0, 1 / 3)
+    assert figures["read_costs"] == [{"arm": "gla+ccq", "device": 2.0, "eager": first["ccq_over_backbone_step"]}]
     assert first["backbone_over_package_prefill"] == plain["prefill"]["median_ms"] / package_row["prefill"]["median_ms"]
     assert first["ccq_over_backbone_peak_bytes"] == with_read["peak_bytes"] - plain["peak_bytes"] > 0
     assert figures["ratios"][1]["ccq_over_backbone_step"] is None
@@ -124,9 +152,11 @@ def test_every_state_of_an_unfinished_file_makes_a_page(tmp_path: Path, monkeypa
     row = figures["models"][1]
     step = row["step"]
     spread = f"{step['median_ms']:.3f} ({step['lower_quartile_ms']:.3f} to {step['upper_quartile_ms']:.3f})"
-    assert f"| gla+ccq | {row['parameters']:,} | {spread} | {row['tokens_per_second']:,.0f} | - | 0.00 |" in page
+    device = "2.000 (2.000 to 2.000)"
+    cells = f"{row['parameters']:,} | {spread} | {device} | {row['tokens_per_second']:,.0f}"
+    assert f"| gla+ccq | {cells} | - | 0.00 |" in page
     line = figures["ratios"][0]
-    ratios = f"{line['ccq_over_backbone_step']:.3f} | {line['ccq_over_backbone_prefill']:.3f} | +0.00"
+    ratios = f"{line['ccq_over_backbone_step']:.3f} | 2.000 | {line['ccq_over_backbone_prefill']:.3f} | +0.00"
     assert f"| gla | +ccq over backbone | {ratios} |" in page
     assert "gla+ccq in a fresh process with empty caches: 12.3 s (the whole process 20.1 s)" in page
     cells = [f"{row['tokens_per_second']:,.0f} (0.0)" for row in sweep["sweep"]]
@@ -169,23 +199,101 @@ def test_shapes_of_a_sweep_by_hand() -> None:
     assert sweep_shapes(700) == [(1, 700)]
 
 
-def test_ratios_by_hand() -> None:
-    def row(name: str, step: float, prefill: float | None, peak: int) -> dict[str, Any]:
-        found = {"backbone": "gla", "model": name, "step": {"median_ms": step}, "peak_bytes": peak}
-        return {**found, "prefill": None if prefill is None else {"median_ms": prefill}}
+def row_of(name: str, step: float, device: float | None, prefill: float | None, peak: int) -> dict[str, Any]:
+    times = {"step": step, "step_device": device, "prefill": prefill}
+    found = {part: None if time is None else {"median_ms": time} for part, time in times.items()}
+    return {"backbone": "gla", "model": name, "peak_bytes": peak, **found}
 
+
+def test_ratios_by_hand() -> None:
     rows = [
-        row("gla", 500.0, 150.0, 1000),
-        row("gla+ccq", 525.0, 156.0, 3400),
-        row("flash-linear-attention", 1000.0, None, 900),
+        row_of("gla", 500.0, 400.0, 150.0, 1000),
+        row_of("gla+ccq", 525.0, 410.0, 156.0, 3400),
+        row_of("flash-linear-attention", 1000.0, None, None, 900),
     ]
     assert ratios(rows) == [
         {
-            "backbone": "gla", "ccq_over_backbone_step": 1.05, "ccq_over_backbone_prefill": 1.04,
-            "ccq_over_backbone_peak_bytes": 2400, "backbone_over_package_step": 0.5,
+            "backbone": "gla", "ccq_over_backbone_step": 1.05, "ccq_over_backbone_step_device": 1.025,
+            "ccq_over_backbone_prefill": 1.04, "ccq_over_backbone_peak_bytes": 2400,
+            "backbone_over_package_step": 0.5, "backbone_over_package_step_device": None,
             "backbone_over_package_prefill": None, "backbone_over_package_peak_bytes": 100,
         }
     ]  # fmt: skip
+
+
+def test_read_steps_that_cost_much_are_named() -> None:
+    rows = [
+        row_of("gla", 100.0, 40.0, None, 0),
+        row_of("gla+ccq", 180.0, 42.0, None, 0),
+        row_of("gla+mesa", 150.0, 60.0, None, 0),
+        row_of("gla+exact", 200.0, None, None, 0),
+        row_of("flash-linear-attention", 90.0, 38.0, None, 0),
+    ]
+    costs = read_costs(rows)
+    expected = [ReadCost("gla+ccq", 1.05, 1.8), ReadCost("gla+mesa", 1.5, 1.5), ReadCost("gla+exact", None, 2.0)]
+    assert costs == expected
+    lines = [line.split() for line in model._cost_lines(costs[::-1])]
+    assert lines[2:5] == [["gla+ccq", "1.050", "1.800"], ["gla+mesa", "1.500", "1.500"], ["gla+exact", "-", "2.000"]]
+    assert lines[5] == "more than +10% on the device: gla+mesa".split()
+    assert read_costs(rows[1:]) == []
+
+
+def test_a_read_step_beside_others_is_summed_up(package: list[dict[str, Any]], tmp_path: Path) -> None:
+    said: list[str] = []
+    figures = measure(said, [], arms=("gla", "gla+ccq", "gla+normalize"))
+    assert [(cost["arm"], cost["device"]) for cost in figures["read_costs"]] == [
+        ("gla+ccq", 2.0),
+        ("gla+normalize", 3.0),
+    ]
+    assert said[-1] == "more than +10% on the device: gla+ccq, gla+normalize"
+    (tmp_path / "model-card.json").write_text(json.dumps(figures))
+    eager = figures["read_costs"][1]["eager"]
+    assert f"| gla+normalize | 3.000 | {eager:.3f} |" in speed_page(tmp_path)
+
+
+def test_files_without_a_device_time_make_the_page_they_made(package: list[dict[str, Any]], tmp_path: Path) -> None:
+    figures = measure([], [], arms=("gla", "gla+ccq"))
+    del figures["read_costs"]
+    for row in figures["models"]:
+        del row["step_device"]
+    for line in figures["ratios"]:
+        del line["ccq_over_backbone_step_device"], line["backbone_over_package_step_device"]
+    (tmp_path / "model-card.json").write_text(json.dumps(figures))
+    page = speed_page(tmp_path)
+    assert "| model | parameters | training step ms | tokens/s | share | peak GiB | prefill ms |" in page
+    assert "| backbone | of | training step | prefill | peak GiB more |" in page and "device" not in page
+
+
+def test_a_step_may_be_recorded_only_where_that_is_said() -> None:
+    """Outside, an optimizer with this flag warns, and on a CPU it refuses."""
+    config = preset("gla-tiny", **SMALL)
+    subject = model._subject(CCQForCausalLM(config), config, torch.device("cpu"))
+
+    def flags() -> list[bool]:
+        return [group["capturable"] for group in subject.optimizer.param_groups]
+
+    def fail() -> None:
+        with subject.recordable():
+            assert flags() == [True]
+            raise RuntimeError("no card")
+
+    with pytest.raises(RuntimeError, match="no card"):
+        fail()
+    assert flags() == [False]
+    subject.step(torch.randint(11, (1, 6)))
+
+
+def test_a_step_that_cannot_be_recorded_is_said(package: list[dict[str, Any]]) -> None:
+    class NoCapture(Replayed):
+        def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+            raise torch.OutOfMemoryError("as large as a house")
+
+    figures = measure([], [], arms=("gla", "gla+ccq"), card=NoCapture())
+    assert "gla+ccq, gla: no device time of a training step (OutOfMemoryError: as large as a house)" in figures["notes"]
+    assert all(row["step_device"] is None and row["step"]["rounds"] == 3 for row in figures["models"])
+    assert (
+        figures["ratios"][0]["ccq_over_backbone_step_device"] is None and figures["ratios"][0]["ccq_over_backbone_step"]
+    )
 
 
 @pytest.mark.usefixtures("package")

@@ -120,6 +120,7 @@ def test_a_killed_arm_goes_on_bit_for_bit(tmp_path: Path, stop: int) -> None:
     assert [point["step"] for point in curve] == [1, 3, 6, 8]  # type: ignore[attr-defined]
     assert [point["length"] for point in curve] == [32, 32, 64, 64]  # type: ignore[attr-defined]
     assert curve[0]["gate_mean"] == pytest.approx(0.01, abs=1e-3)  # type: ignore[index]
+    assert curve[0]["gate_by_decay_alone"] == pytest.approx(0.01, rel=0.01)  # type: ignore[index]
 
 
 def test_losses_fall_to_what_the_text_allows(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_losses_fall_to_what_the_text_allows(tmp_path: Path) -> None:
     steps = NeedleSteps(TOKENS % 7, VOCABULARY, config, seed=0)
     _, _, curve = train_arm(model_config("gla"), config, steps, tmp_path, seed=0)
     assert [point["tokens"] for point in curve] == [320 * step for step in (1, 50, 100, 150)]
-    assert curve[0]["gate_mean"] is None
+    assert curve[0]["gate_mean"] is curve[0]["gate_by_decay_alone"] is None
     assert curve[0]["text_loss"] == pytest.approx(np.log(64), abs=0.3)
     # Text of seven equally likely tokens, ln 7 nats each; the markers between them cost a little less.
     assert curve[-1]["text_loss"] == pytest.approx(np.log(7), abs=0.3)

@@ -22,7 +22,7 @@ import yaml
 from rich.console import Console
 
 from ccq.cli import main
-from ccq.compare.cell import PUT_IN, TaskSteps, fixed_gate, put_in, run_cell
+from ccq.compare.cell import PUT_IN, TaskSteps, fixed_gate, put_in, read_cell, run_cell
 from ccq.compare.folder import GridFolder, what_is_learned
 from ccq.compare.grid import Cell, GridSettings, SyntheticTask, load_grid
 from ccq.compare.pool import Teller, default_runs_per_device, devices_for
@@ -173,6 +173,10 @@ def test_the_bias_of_the_gate_decays_where_the_file_says_so(decayed: bool, tmp_p
     start = math.log(0.01 / 0.99)
     expected = start * (1 - rate * decay) ** 8 if decayed else start
     assert bias.tolist() == pytest.approx([expected] * 2, abs=16 * rate)
+    # Whether it decays or not, the curve says where decay alone would have taken lambda.
+    for point in read_cell(GridFolder(tmp_path), cell)["curve"]:
+        alone = 1 / (1 + math.exp(-start * (1 - rate * decay) ** point["step"]))
+        assert point["gate_by_decay_alone"] == pytest.approx(alone)
 
 
 def test_text_is_scored_window_by_window(finished: Finished) -> None:

@@ -222,6 +222,20 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
         read_results(path)
 
 
+def test_what_decay_alone_would_do_may_be_missing_and_is_checked_where_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    given = results()
+    (point,) = given["runs"][1]["training"]["curve"]
+    for value in (0.02, None):
+        point["gate_by_decay_alone"] = value
+        write_results(path, given)  # type: ignore[arg-type]
+        assert read_results(path) == given
+    point["gate_by_decay_alone"] = "high"
+    message = r"field runs\[1\]\.training\.curve\[0\]\.gate_by_decay_alone is 'high' \(str\)"
+    with pytest.raises(ValueError, match=message):
+        write_results(path, given)  # type: ignore[arg-type]
+
+
 def test_types_are_described(tmp_path: Path) -> None:
     broken = results()
     broken["runs"][1]["gate"]["mean"] = "high"

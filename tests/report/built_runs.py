@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ccq.report.benchmarks import ModelBenchmark, read_model_benchmark
+from ccq.report.benchmarks import DecodeBenchmark, ModelBenchmark, read_decode_benchmark, read_model_benchmark
 from ccq.report.intervals import Samples
 from ccq.report.runs import MEAN, Evaluation, Model, Runs, Score, ScoreName, Training
 
@@ -67,6 +67,8 @@ def training(arm: str, seed: int, speed: float, **changes: Any) -> Training:
         memory=changes.get("memory"),
         gate=None,
         correction=None,
+        gates=changes.get("gates", ()),
+        gate_bias_decays=changes.get("gate_bias_decays", False),
     )
 
 
@@ -83,6 +85,29 @@ def benchmark(rows: Sequence[Mapping[str, Any]], sweep: Sequence[Mapping[str, An
     return read_model_benchmark(Path("model.json"), figures)
 
 
+def decoding(*rows: tuple[str, float, float | None], scale: str = "1.3b") -> DecodeBenchmark:
+    """As `ccq bench decode` writes it, of arms with milliseconds of an eager and of a replayed step of 8 rows."""
+    models = [
+        {
+            "backbone": arm.partition("+")[0],
+            "model": arm,
+            "state_bytes": 3 * 2**20,
+            "eager": times(eager),
+            "graph": None if graph is None else times(graph),
+        }
+        for arm, eager, graph in rows
+    ]
+    package = {"backbone": "gla", "model": "flash-linear-attention", "state_bytes": None, "eager": times(1.0)}
+    figures = {
+        "settings": {"scale": scale, "rows": 8, "context": 4096, "dtype": "bfloat16"},
+        "environment": {"torch": "2.11.0", "device": "cuda"},
+        "gpu": {"card": "NVIDIA H200"},
+        "models": [*models, {**package, "graph": None}],
+        "notes": ["gla+exact: left out"],
+    }
+    return read_decode_benchmark(Path("decode.json"), figures)
+
+
 def times(median: float) -> dict[str, float]:
     return {"median_ms": median, "lower_quartile_ms": 0.9 * median, "upper_quartile_ms": 1.25 * median, "rounds": 20}
 
@@ -94,5 +119,6 @@ def runs(*sources: Any, comparisons: Sequence[Any] = (), layers: Sequence[Any] =
         tuple(comparisons),
         tuple(layers),
         tuple(source for source in sources if isinstance(source, ModelBenchmark)),
+        tuple(source for source in sources if isinstance(source, DecodeBenchmark)),
         (),
     )

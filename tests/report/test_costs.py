@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.built_runs import benchmark, evaluation, runs, times, training
+from tests.report.built_runs import benchmark, decoding, evaluation, runs, times, training
 
 from ccq.report.costs import CostPoint, cost_points, cost_table
 from ccq.report.runs import Comparison
@@ -64,6 +64,28 @@ def test_speed_is_that_of_the_training_also_with_the_correction_off() -> None:
     row = {"backbone": "gla", "model": "gla", "peak_bytes": 1, "step": times(8000.0), "prefill": None}
     measured = by_label(cost_points(runs(*given, *trainings, benchmark([row]))), "language")
     assert measured["gla"].training_tokens_per_second == 4096.0
+
+
+def test_decoding_is_replayed_where_all_arms_were() -> None:
+    values = {BOOLQ: [1, 0]}
+    given = [
+        evaluation("gla", "language", values),
+        evaluation("gla+ccq", "language", values),
+        evaluation("gla+ccq", "language", values, read="off"),
+        evaluation("gla", "language", values, scale="tiny"),
+    ]
+
+    def speeds(*rows: tuple[str, float, float | None]) -> list[float | None]:
+        points = cost_points(runs(*given, decoding(*rows)))
+        return [point.decode_tokens_per_second for point in points]
+
+    # 8 rows in 20 and 25, or in 1.6 and 2 milliseconds; nobody measured the correction off, or the small model.
+    assert speeds(("gla", 20.0, 1.6), ("gla+ccq", 25.0, 2.0)) == [5000.0, 4000.0]
+    assert speeds(("gla", 20.0, 1.6), ("gla+ccq", 25.0, None)) == [400.0, 320.0]
+    assert speeds(("gla+ccq", 25.0, 2.0)) == [4000.0]
+    (point,) = cost_points(runs(given[3], decoding(("gla", 4.0, None), scale="tiny")))
+    table = cost_table([point])
+    assert table is not None and table.rows[0].cells[-1].text == "2,000"
 
 
 def test_without_a_cost_there_is_no_point() -> None:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure as MatplotlibFigure
 
-from ccq.report.figures import Figure, all_figures, arm_styles, figure_png
+from ccq.report.figures import Figure, GatePoint, all_figures, arm_styles, draw_gates, figure_png
 
 Build = Callable[..., dict[str, Any]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -128,6 +130,51 @@ def test_an_arm_looks_the_same_whichever_others_are_there() -> None:
     assert arm_styles(["gated-deltanet+ccq"])["gated-deltanet+ccq"] == everywhere["gated-deltanet+ccq"]
     assert len({style.color for style in everywhere.values()}) == 4
     assert everywhere["gla"].dark == everywhere["gla+ccq"].color
+
+
+def _drawn(trainings: Any) -> tuple[dict[str, list[tuple[float, ...]]], list[str]]:
+    """The lines on an axes by whether they are dashed for decay, each as its values, and the words beside them."""
+    axes = MatplotlibFigure().add_subplot()
+    draw_gates(axes, trainings, arm_styles(list(trainings)))
+    lines: dict[str, list[tuple[float, ...]]] = {"trained": [], "decay": []}
+    for line in axes.lines:
+        kind = "decay" if line.get_linewidth() == 1.2 else "trained"
+        lines[kind].append(tuple(np.asarray(line.get_ydata()).tolist()))
+    return lines, [text.get_text() for text in axes.texts]
+
+
+def test_the_gate_is_a_mean_over_seeds_and_decay_alone_is_drawn_once() -> None:
+    def curve(*values: float, alone: tuple[float | None, ...]) -> list[GatePoint]:
+        return [GatePoint(100.0 * place, *both) for place, both in enumerate(zip(values, alone, strict=True))]
+
+    one, same = (0.01, 0.02), (0.01, 0.02 + 1e-9)
+    lines, words = _drawn(
+        {
+            "gla+ccq": [curve(0.01, 0.3, alone=one), curve(0.01, 0.5, alone=one)],
+            "gated-deltanet+ccq": [curve(0.01, 0.1, alone=same)],
+            "gla+ccq-fixed": [curve(0.1, 0.1, alone=(None, None))],
+        }
+    )
+    assert [pytest.approx(values) for values in lines["trained"]] == [(0.01, 0.4), (0.01, 0.1), (0.1, 0.1)]
+    assert lines["decay"] == [(0.01, 0.02)]
+    assert words.count("decay alone") == 1 and "gla+ccq" in words
+    lines, words = _drawn(
+        {"gla+ccq": [curve(0.01, 0.3, alone=one)], "gated-deltanet+ccq": [curve(0.1, 0.3, alone=(0.1, 0.2))]}
+    )
+    assert lines["decay"] == [(0.01, 0.02), (0.1, 0.2)]
+    assert "gla+ccq: decay alone" in words and "gated-deltanet\n+ccq: decay alone" in words
+
+
+def test_a_comparison_draws_the_gate_with_decay_alone_where_it_was_recorded(build_results: Build) -> None:
+    results: Any = build_results(arms=["gla", "gla+ccq"])
+    before = _figures(results)["gate"]
+    assert "gla+ccq" in _texts(before.panels[-1]) and "decay alone" not in _texts(before.panels[-1])
+    assert "decay" not in before.caption
+    for point in results["runs"][1]["training"]["curve"]:
+        point["gate_by_decay_alone"] = 0.01 + point["step"] / 1e5
+    after = _figures(results)["gate"]
+    assert "decay alone" in _texts(after.panels[-1]) and len(after.panels) == len(before.panels)
+    assert "It does not decay here" in after.caption
 
 
 def test_png_is_1200_pixels_wide_and_the_same_every_time(build_results: Build, tmp_path: Path) -> None:

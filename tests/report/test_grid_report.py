@@ -194,6 +194,34 @@ def test_the_page_is_whole_and_escaped() -> None:
     assert [figure.key for figure in grid_figures(results(1, interventions=False))] == ["differences", "task-0"]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"decay_gate_bias": True}, "It decays here"),
+        ({"decay_gate_bias": False}, "It does not decay here"),
+        ({}, "Where it decays"),
+    ],
+)
+def test_the_gate_is_drawn_with_what_decay_alone_would_do(optimizer: dict[str, bool], words: str) -> None:
+    given = results()
+    given["settings"]["optimizer"] = optimizer
+    for run in given["runs"]:
+        if run["arm"] == "gla+ccq":
+            run["curve"] = [
+                {**point, "gate": 0.1 * point["step"], "gate_by_decay_alone": 0.01 * point["step"]}
+                for point in run["curve"]
+            ]
+    (figure,) = (each for each in grid_figures(given) if each.key == "gate")
+    (panel,) = figure.panels
+    assert re.findall(r">([^<>]*)</text>", panel).count("decay alone") == 1
+    assert words in figure.caption
+    for run in given["runs"]:
+        for point in run["curve"]:
+            point.pop("gate_by_decay_alone", None)  # as files were before it was recorded
+    (figure,) = (each for each in grid_figures(given) if each.key == "gate")
+    assert "decay" not in figure.caption and "decay alone" not in figure.panels[0]
+
+
 def test_the_figure_is_a_picture(tmp_path: Path) -> None:
     given = results()
     given["tasks"] = [{**given["tasks"][0], "task": name} for name in ("recall", "b", "c", "d")]

@@ -45,6 +45,8 @@ def test_every_table_and_figure_has_its_files(report: Path) -> None:
         "extrapolation-1.3B.svg",
         "extrapolation-500M.png",
         "extrapolation-500M.svg",
+        "gate.png",
+        "gate.svg",
         "quality-cost.csv",
         "quality-cost.png",
         "quality-cost.svg",
@@ -57,6 +59,12 @@ def test_every_table_and_figure_has_its_files(report: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for path in report.glob("*.svg"):
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_the_gate_during_training_stands_beside_what_decay_alone_would_do(report: Path) -> None:
+    words = {"".join(element.itertext()).strip() for element in ElementTree.parse(report / "gate.svg").iter()}
+    assert {"decay alone", "gla+ccq"} <= words and "gla" not in words
+    assert "It does not decay here" in (report / "report.md").read_text()
 
 
 def test_page_markdown_and_csv_have_the_figures_of_the_results(report: Path, measured: Path) -> None:

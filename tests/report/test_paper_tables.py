@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.built_runs import benchmark, evaluation, runs, times, training
+from tests.report.built_runs import benchmark, decoding, evaluation, runs, times, training
 
 from ccq.report.paper_tables import PAPER, ReportTable, TableCell, TableRow, paper_tables, table_csv, trainings_table
 from ccq.report.runs import Comparison, read_runs
 
-LAYERS = Path(__file__).parents[2] / "benchmarks" / "results" / "layer-h200.json"
+LAYERS = Path(__file__).parents[2] / "benchmarks" / "results" / "layer-h200-gla.json"
 BOOLQ, WIKITEXT = ("boolq", "acc"), ("wikitext", "word_perplexity")
 
 
@@ -201,6 +201,23 @@ def test_efficiency_puts_benchmarks_trainings_and_comparisons_side_by_side(build
     compared = cell(found, "gla, ccq compare", "decode tokens/s", "demo (ccq compare)")
     assert compared.text == "400"
     assert not any("flash" in label for label in labels(found))
+
+
+def test_efficiency_has_a_row_for_each_way_of_decoding() -> None:
+    found = table(runs(decoding(("gla", 20.0, 1.6), ("gla+ccq", 25.0, None))), "efficiency")
+    mine = [label for label in labels(found) if "bench" in label]
+    assert mine == [
+        "gla, ccq bench decode, eager",
+        "gla, ccq bench decode, replayed",
+        "gla+ccq, ccq bench decode, eager",
+    ]
+    # 8 rows in 1.6 ms, slower quartile 2 ms, faster 1.44.
+    speed = cell(found, mine[1], "decode tokens/s")
+    assert (speed.text, speed.note, speed.value) == ("5,000", "4,000 to 5,556", 5000.0)
+    assert [cell(found, mine[2], column).text for column in found.columns] == ["–", "–", "–", "320", "3.00"]
+    assert any("one NVIDIA H200, torch 2.11.0, bfloat16, 8 rows after 4096 tokens" in line for line in found.lead)
+    assert "decode.json: gla+exact: left out" in found.lead
+    assert cell(found, "CCQ-Gated DeltaNet", "decode tokens/s").text == "297"
 
 
 def test_trainings_are_listed_by_arm_and_seed() -> None:

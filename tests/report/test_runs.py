@@ -211,6 +211,13 @@ def test_a_training_is_read_from_its_folder(measured: Path, tmp_path: Path) -> N
     assert training.loss == lines[4]["loss"]
     assert training.gate == pytest.approx(lines[2]["gate"][0])
     assert training.correction == pytest.approx(lines[2]["correction"][0])
+    looked = [line for line in lines[:5] if "gate" in line]
+    assert [point.tokens for point in training.gates] == [line["tokens"] for line in looked] == [128, 3 * 128]
+    assert [point.gate for point in training.gates] == pytest.approx([line["gate"][0] for line in looked])
+    # Decay 0.1 of a bias that starts at lambda 0.01, at rates of 0.005 and 0.01 in the warm-up and below after it.
+    assert [point.by_decay_alone for point in training.gates] == pytest.approx([0.01, 0.01], rel=0.02)
+    assert training.gates[0].by_decay_alone < training.gates[1].by_decay_alone  # type: ignore[operator]
+    assert not training.gate_bias_decays
     assert training.memory == max(line["memory"] for line in lines[:5])
     assert training.model.subject == ON and training.model.seed == 1
 
@@ -234,6 +241,7 @@ def test_other_files_of_a_folder_are_named_as_not_used(measured: Path, tmp_path:
         ('{"schema": "ccq-results/1", "kind": "diagnosis"}', "its schema is 'ccq-results/1', its kind 'diagnosis'"),
         ('{"schema": "ccq-results/1", "kind": "eval"}', "field suite is missing"),
         ('{"schema": "ccq-bench-layer/1"}', r"is damaged or of another version of ccq: KeyError\('layers'\)"),
+        ('{"schema": "ccq-bench-decode/1"}', r"is damaged or of another version of ccq: KeyError\('settings'\)"),
         ('{"schema": "ccq-bench-model/1", "settings": {"scale": "1.3b"}, "models": [3], "sweep": []}', "is damaged"),
     ],
 )
@@ -243,6 +251,30 @@ def test_a_file_of_another_kind_is_an_error_that_names_it(tmp_path: Path, conten
     with pytest.raises(ValueError, match=message) as error:
         read_runs([file])
     assert str(file) in str(error.value)
+
+
+def test_a_grid_is_an_error_that_says_where_its_report_is(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text('{"schema": "ccq-results/1", "kind": "grid"}')
+    (tmp_path / "grid.json").write_text("{}")
+    for given in (file, tmp_path):
+        with pytest.raises(ValueError, match="holds a grid of `ccq compare`, which has a report of its own") as error:
+            read_runs([given])
+        assert str(tmp_path / "report.html") in str(error.value) and "`ccq eval`" in str(error.value)
+
+
+def test_a_benchmark_of_decoding_is_read_as_it_is_written(tmp_path: Path) -> None:
+    from ccq.cli import main
+
+    file = tmp_path / "decode.json"
+    command = ["bench", "decode", "--device", "cpu", "--rows", "2", "--context", "8", "--repeats", "3"]
+    assert main([*command, "--arms", "gla", "--out", str(file)]) == 0
+    (found,) = read_runs([file]).decodes
+    (row,) = json.loads(file.read_text())["models"]
+    assert (found.scale, found.rows, found.context) == ("tiny", 2, 8)
+    assert found.tokens_per_second("gla") == pytest.approx(row["eager"]["tokens_per_second"])
+    assert found.tokens_per_second("gla+ccq") is None
+    assert found.models[0].state_bytes == row["state_bytes"]
 
 
 def test_a_missing_path_and_an_empty_folder_are_errors(tmp_path: Path) -> None:

@@ -159,11 +159,12 @@ def test_bfloat16_rounds_weights_but_those_of_decay_and_gate() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arm", ["gla+ccq", "gated-deltanet+ccq"])
-def test_recomputing_blocks_changes_nothing(arm: str) -> None:
+def test_recomputing_blocks_changes_nothing(arm: str, dtype: str) -> None:
     start, batch = initial_model(config(arm), 0), batches(2)
-    plain = Engine(copy.deepcopy(start), RECIPE)
-    saving = Engine(copy.deepcopy(start), RECIPE, activation_checkpointing=True)
+    plain = Engine(copy.deepcopy(start), RECIPE, dtype=dtype)
+    saving = Engine(copy.deepcopy(start), RECIPE, dtype=dtype, activation_checkpointing=True)
     for _ in range(2):
         assert plain.step([batch], 1e-2) == saving.step([batch], 1e-2)
 

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ccq.cuda_graphs import GraphRecorder
+
 WARMUP = 5
 LEAST_ROUNDS = 3
 """Rounds that are measured even if the time limit has passed: quartiles need some."""
@@ -35,17 +37,13 @@ class Card:
         torch.cuda.synchronize()
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that replays `step` as a CUDA graph."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
+        """A function that replays `step` as a CUDA graph. RuntimeError, and nothing is spoilt, if it waits for the
+        GPU.
+        """
+        recorder = GraphRecorder(self.device)
+        for may_wait in (True, True, False):
+            recorder.run(step, may_wait=may_wait)
+        return recorder.record(step)
 
     def elapsed_ms(self, work: Callable[[], Any]) -> float:
         """Milliseconds between events before and after `work`."""

@@ -3,8 +3,13 @@
 A backbone, the same with the read step, and flash-linear-attention's model of the same sizes are measured in one
 process, one after the other. A training step is forward, backward, AdamW and clearing the gradients; weights are
 float32 and the forward pass runs under autocast to bfloat16. Prefill reads the prompt into a cache and gives the logits
-of the last token, with weights in bfloat16. Times are those from an idle card until it is idle again, with everything
-the processor does in between; a step of these sizes is long enough for launches not to count.
+of the last token, with weights in bfloat16.
+
+"step" and "prefill" are wall times of one eager call, from an idle card until it is idle again, with everything the
+processor does in between. "step_device" is the time of the same training step replayed as a CUDA graph: what the card
+needs. Where a step is short, as in small models, the first is mostly that of launching kernels. The graph is recorded
+after the eager step is measured and its memory given back, so that it takes the place of the eager step's activations:
+recorded at its peak it needs what that needed, and a step that fits eagerly but not so gets a note.
 
 Peak memory of a training step is what the model itself needs: its weights, the moments of AdamW, and the most that is
 allocated on top during a step.
@@ -18,7 +23,9 @@ import contextlib
 import functools
 import importlib
 import json
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +34,24 @@ from torch import Tensor, nn
 
 from ccq.bench.layer import PACKAGE, RULES
 from ccq.bench.machine import environment, gpu_environment
-from ccq.bench.measure import WARMUP, Card, Measurement, brief, mebibytes, milliseconds, rounds, run_afresh, wall_timer
+from ccq.bench.measure import (
+    WARMUP,
+    Card,
+    Measurement,
+    brief,
+    device_timer,
+    mebibytes,
+    milliseconds,
+    rounds,
+    run_afresh,
+    wall_timer,
+    wrapped,
+)
 from ccq.models import CCQConfig, CCQForCausalLM, parse_arm, preset
 from ccq.models.counts import flops_per_token
 from ccq.models.utilization import card_peak_flops, model_flops_utilization, training_flops_per_token
 from ccq.ops import flash_linear_attention
+from ccq.ops.linear_cross_entropy import linear_cross_entropy
 
 SCHEMA = "ccq-bench-model/1"
 ARMS = ("gla", "gla+ccq", "gated-deltanet", "gated-deltanet+ccq")
@@ -39,6 +59,10 @@ SWEEP_ARMS = (*ARMS, "transformer", "mamba2")
 SHORTEST = 1024
 """Tokens of the shortest rows of a sweep."""
 LEARNING_RATE = 1e-4
+PARTS = ("step", "step_device", "prefill")
+"""What is timed of a model."""
+MOST_OVER_BACKBONE = 1.1
+"""Device time of a training step over the backbone's from which on a read step is named at the end."""
 
 
 class Subject(NamedTuple):
@@ -51,12 +75,40 @@ class Subject(NamedTuple):
 
     def step(self, tokens: Tensor) -> Tensor:
         """One training step; the loss."""
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            loss: Tensor = self.module(tokens, labels=tokens, use_cache=False).loss
+        loss = self.loss(tokens)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Of the next tokens. Neither library holds all logits at a time in training."""
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            if not isinstance(self.module, CCQForCausalLM):
+                loss: Tensor = self.module(tokens, labels=tokens, use_cache=False).loss
+                return loss
+            hidden = self.module.model(tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        hidden, head = hidden.bfloat16(), self.module.lm_head.weight.bfloat16()
+        weights = torch.full(hidden.shape[:1], 1 / max(len(hidden), 1), device=hidden.device)
+        return linear_cross_entropy(hidden, head, tokens[:, 1:].flatten(), weights).total
+
+    @contextlib.contextmanager
+    def recordable(self) -> Iterator[None]:
+        """Inside the block a step may be recorded as a CUDA graph.
+
+        The fused AdamW keeps its count of steps on the card in any case, so that the flag lets torch record it and
+        changes nothing else.
+        """
+        with warnings.catch_warnings():
+            # Of steps that run with the flag and without being recorded, such as those before the recording.
+            warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
+            for group in self.optimizer.param_groups:
+                group["capturable"] = True
+            try:
+                yield
+            finally:
+                for group in self.optimizer.param_groups:
+                    group["capturable"] = False
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
@@ -75,7 +127,7 @@ def _subject(module: nn.Module, config: CCQConfig, device: torch.device) -> Subj
     return Subject(module, config, optimizer)
 
 
-def _model_of_the_package(config: CCQConfig) -> nn.Module:
+def model_of_the_package(config: CCQConfig) -> nn.Module:
     """flash-linear-attention's model of the sizes of a backbone."""
     models = importlib.import_module("fla.models")
     common = {
@@ -113,16 +165,44 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "ccq_over_backbone": (f"{backbone}+ccq", backbone),
             "backbone_over_package": (backbone, PACKAGE),
         }.items():
-            above, below = (by_name.get((backbone, each)) for each in pair)
-            for part in ("step", "prefill"):
-                times = [None if row is None else row.get(part) for row in (above, below)]
-                line[f"{name}_{part}"] = (
-                    None if times[0] is None or times[1] is None else times[0]["median_ms"] / times[1]["median_ms"]
-                )
-            peaks = [None if row is None else row.get("peak_bytes") for row in (above, below)]
+            above, below = (by_name.get((backbone, each), {}) for each in pair)
+            for part in PARTS:
+                line[f"{name}_{part}"] = _time_ratio(above, below, part)
+            peaks = [row.get("peak_bytes") for row in (above, below)]
             line[f"{name}_peak_bytes"] = None if peaks[0] is None or peaks[1] is None else peaks[0] - peaks[1]
         found.append(line)
     return found
+
+
+def _time_ratio(above: Mapping[str, Any], below: Mapping[str, Any], part: str) -> float | None:
+    times = [row.get(part) for row in (above, below)]
+    ratio: float | None = None
+    if times[0] is not None and times[1] is not None:
+        ratio = times[0]["median_ms"] / times[1]["median_ms"]
+    return ratio
+
+
+class ReadCost(NamedTuple):
+    """A training step of an arm with a read step over that of its backbone; None where one is missing."""
+
+    arm: str
+    device: float | None
+    eager: float | None
+
+    @property
+    def is_high(self) -> bool:
+        return self.device is not None and self.device > MOST_OVER_BACKBONE
+
+
+def read_costs(rows: Sequence[Mapping[str, Any]]) -> list[ReadCost]:
+    """Of every arm with a read step whose backbone was measured too."""
+    by_name = {row["model"]: row for row in rows}
+    return [
+        ReadCost(name, _time_ratio(row, by_name[backbone], "step_device"), _time_ratio(row, by_name[backbone], "step"))
+        for name, row in by_name.items()
+        for backbone in (row["backbone"],)
+        if name not in (backbone, PACKAGE) and backbone in by_name
+    ]
 
 
 def sweep_shapes(tokens: int) -> list[tuple[int, int]]:
@@ -146,6 +226,7 @@ class ModelMeasurement(Measurement):
 
     def save_with_ratios(self) -> None:
         self.figures["ratios"] = ratios(self.figures["models"])
+        self.figures["read_costs"] = [cost._asdict() for cost in read_costs(self.figures["models"])]
         self.save(self.figures)
 
     def config(self, arm: str) -> CCQConfig:
@@ -160,7 +241,7 @@ class ModelMeasurement(Measurement):
         torch.manual_seed(0)
         try:
             with self.card.device:
-                module = _model_of_the_package(config) if name == PACKAGE else CCQForCausalLM(config)
+                module = model_of_the_package(config) if name == PACKAGE else CCQForCausalLM(config)
             return _subject(module, config, self.card.device)
         except Exception as failure:  # what one model raises must not cost the rows of the others
             self.note(f"{name}, {config.backbone}: left out ({brief(failure)})")
@@ -188,6 +269,7 @@ class ModelMeasurement(Measurement):
             "parameters": sum(parameter.numel() for parameter in subject.module.parameters()),
             "peak_bytes": None,
             "step": None,
+            "step_device": None,
             "prefill": None,
         }
         try:
@@ -208,6 +290,8 @@ class ModelMeasurement(Measurement):
                 f"  {name:<22}{milliseconds(row['step']['median_ms']):>10} ms a step"
                 f"{row['tokens_per_second']:>12,.0f} tokens/s{mebibytes(row['peak_bytes']):>12} MiB peak"
             )
+            self.card.release()
+            row["step_device"] = self.device_step(name, backbone, subject, given)
         self.figures["models"].append(row)
         subject.optimizer.state.clear()
         subject.optimizer.zero_grad()
@@ -231,6 +315,18 @@ class ModelMeasurement(Measurement):
         self.card.synchronize()
         return subject.resident_bytes() + self.card.peak() - before
 
+    def device_step(self, name: str, backbone: str, subject: Subject, tokens: Tensor) -> dict[str, Any] | None:
+        """Milliseconds of the replayed step; None, with a note, where it cannot be recorded."""
+        try:
+            with subject.recordable():
+                timer = device_timer(self.card, lambda: subject.step(tokens))
+            found = rounds({name: timer}, self.repeats, self.limit)[name]
+        except Exception as failure:  # as above
+            self.note(f"{name}, {backbone}: no device time of a training step ({brief(failure)})")
+            return None
+        self.say(f"  {name:<22}{milliseconds(found['median_ms']):>10} ms a step on the device")
+        return found
+
     def time(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
         return rounds({name: wall_timer(self.card, work)}, self.repeats, self.limit)[name]
 
@@ -241,7 +337,7 @@ class ModelMeasurement(Measurement):
             subject = self.make(arm, self.config(arm))
             if subject is None:
                 continue
-            with _shared(arm, self.card.device, subject.config):
+            with sharing_configurations(arm, self.card.device, subject.config):
                 for rows, length in sweep_shapes(tokens):
                     given = self.tokens(subject.config, rows, length)
                     try:
@@ -271,7 +367,7 @@ class ModelMeasurement(Measurement):
 
 
 @contextlib.contextmanager
-def _shared(arm: str, device: torch.device, config: CCQConfig) -> Iterator[None]:
+def sharing_configurations(arm: str, device: torch.device, config: CCQConfig) -> Iterator[None]:
     """flash-linear-attention's models in the configurations of this library's write rules, where it can be used."""
     rule = RULES.get(parse_arm(arm)[0])
     index = torch.cuda.current_device() if device.type == "cuda" else None
@@ -363,6 +459,7 @@ def bench_model(
         "gpu": gpu_environment(),
         "models": [],
         "ratios": [],
+        "read_costs": [],
         "sweep": [],
         "first_steps": [],
         "notes": [],
@@ -387,12 +484,27 @@ def bench_model(
         return figures
     for backbone in dict.fromkeys(parse_arm(arm)[0] for arm in arms):
         mine = [arm for arm in arms if parse_arm(arm)[0] == backbone]
-        with _shared(backbone, card.device, run.config(mine[0])):
+        with sharing_configurations(backbone, card.device, run.config(mine[0])):
             run.backbone(backbone, mine, rows, tokens)
         card.release()
     for line in figures["ratios"]:
         say(_ratio_line(line))
+    costs = read_costs(figures["models"])
+    if any(parse_arm(cost.arm)[1] != "ccq" for cost in costs):
+        for text in _cost_lines(costs):
+            say(text)
     return figures
+
+
+def _cost_lines(costs: Sequence[ReadCost]) -> Iterator[str]:
+    """The cheapest read step first, those without a device time last."""
+    yield ""
+    yield f"  {'step over backbone':<30}{'device':>8}{'eager':>8}"
+    for cost in sorted(costs, key=lambda cost: math.inf if cost.device is None else cost.device):
+        shown = ("-" if ratio is None else f"{ratio:.3f}" for ratio in (cost.device, cost.eager))
+        yield f"  {cost.arm:<30}" + "".join(f"{each:>8}" for each in shown)
+    high = [cost.arm for cost in costs if cost.is_high]
+    yield wrapped(f"more than {MOST_OVER_BACKBONE - 1:+.0%} on the device: {', '.join(high) or 'none'}")
 
 
 def _ratio_line(line: Mapping[str, Any]) -> str:
@@ -402,8 +514,9 @@ def _ratio_line(line: Mapping[str, Any]) -> str:
     peak = line["ccq_over_backbone_peak_bytes"]
     more = "-" if peak is None else mebibytes(peak)
     return (
-        f"{line['backbone']}: +ccq over backbone {shown('ccq_over_backbone_step')} step, "
-        f"{shown('ccq_over_backbone_prefill')} prefill, {more} MiB more at the peak; "
-        f"backbone over {PACKAGE} {shown('backbone_over_package_step')} step, "
+        f"{line['backbone']}: +ccq over backbone {shown('ccq_over_backbone_step')} step "
+        f"({shown('ccq_over_backbone_step_device')} on the device), {shown('ccq_over_backbone_prefill')} prefill, "
+        f"{more} MiB more at the peak; backbone over {PACKAGE} {shown('backbone_over_package_step')} step "
+        f"({shown('backbone_over_package_step_device')} on the device), "
         f"{shown('backbone_over_package_prefill')} prefill"
     )

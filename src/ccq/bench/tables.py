@@ -1,4 +1,4 @@
-"""The page docs/speed.md, made from the files that `ccq bench operator`, `layer` and `model` wrote.
+"""The page docs/speed.md, made from the files that `ccq bench operator`, `layer`, `model` and `decode` wrote.
 
     ccq bench tables benchmarks/results > docs/speed.md
 
@@ -16,6 +16,7 @@ SCHEMAS = {
     "operator": ("ccq-bench-operator/1", "ccq-bench-operator/2"),
     "layer": ("ccq-bench-layer/1",),
     "model": ("ccq-bench-model/1",),
+    "decode": ("ccq-bench-decode/1",),
 }
 """Accepted schemas of the files KIND*.json, in the order of the page."""
 PASS_NAMES = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -57,10 +58,26 @@ prefill reads the prompt into a cache, with bfloat16 weights. Times are eager. P
 a step allocates on top. Share: of the card's dense bfloat16 rate, by three forward passes a token.
 """
 
+DEVICE_STEP_EXPLANATION = """\
+Device: the same training step replayed as a CUDA graph, what the card needs without waiting for launches.
+"""
+
+
+DECODE_EXPLANATION = """\
+A step takes the most likely next token of every row. Memories and statistics are float32. The models of a backbone take
+turns. Ratios are of milliseconds a step; the paper's 457 and 297 tokens/s without and with the read step (-35 %) are a
+ratio of 1.54.
+
+- Eager: {steps} steps one after the other, from idle until idle again, divided by {steps}.
+- CUDA graph: replays of the captured step that follow each other.
+- Floor: the copy bandwidth moves the weights without the embedding once, and the states out and in.
+- Peak: weights, states, and the most that a step allocates on top.
+"""
+
 
 def speed_page(folder: Path) -> str:
-    """The page, from the files operator*.json, layer*.json and model*.json of `folder`, each kind in the order of its
-    names.
+    """The page, from the files operator*.json, layer*.json, model*.json and decode*.json of `folder`, each kind in the
+    order of its names.
 
     Raises ValueError for a folder without such files and for a file of an unknown schema.
     """
@@ -73,7 +90,7 @@ def speed_page(folder: Path) -> str:
             if kind == "operator":
                 section = _gpu_section if "functions" in figures else _cpu_section
             else:
-                section = {"layer": _layer_section, "model": _model_section}[kind]
+                section = {"layer": _layer_section, "model": _model_section, "decode": _decode_section}[kind]
             sections.append(section(path.name, figures))
     if len(sections) == 1:
         raise ValueError(
@@ -257,17 +274,30 @@ def _model_section(name: str, figures: dict[str, Any]) -> str:
         f"B {settings['rows']}, T {settings['tokens']}, up to {settings['repeats']} rounds; {_made_with(figures)} "
         f"([{name}](../benchmarks/results/{name})).\n\n{MODEL_EXPLANATION}"
     )
+    # Files from before it was measured have no device time of a step.
+    with_device = any(row.get("step_device") is not None for row in figures["models"])
+    if with_device:
+        text += DEVICE_STEP_EXPLANATION
+    steps = {"training step": "step", **({"device": "step_device"} if with_device else {})}
     if figures["models"]:
-        header = ("model", "parameters", "training step ms", "tokens/s", "share", "peak GiB", "prefill ms")
-        text += "\n" + _table(header, (_model_row(row) for row in figures["models"]))
+        header = (
+            "model",
+            "parameters",
+            *(f"{title} ms" for title in steps),
+            "tokens/s",
+            "share",
+            "peak GiB",
+            "prefill ms",
+        )
+        text += "\n" + _table(header, (_model_row(row, list(steps.values())) for row in figures["models"]))
     if figures["ratios"]:
         text += "\n" + _table(
-            ("backbone", "of", "training step", "prefill", "peak GiB more"),
+            ("backbone", "of", *steps, "prefill", "peak GiB more"),
             (
                 (
                     row["backbone"],
                     title,
-                    _ratio(row[f"{key}_step"]),
+                    *(_ratio(row.get(f"{key}_{step}")) for step in steps.values()),
                     _ratio(row[f"{key}_prefill"]),
                     "-" if row[f"{key}_peak_bytes"] is None else f"{row[f'{key}_peak_bytes'] / 2**30:+.2f}",
                 )
@@ -278,6 +308,11 @@ def _model_section(name: str, figures: dict[str, Any]) -> str:
                 )
             ),
         )
+    costs = figures.get("read_costs", [])
+    if any(not cost["arm"].endswith("+ccq") for cost in costs):
+        text += "\nA training step over that of the backbone:\n\n"
+        lines = ((cost["arm"], _ratio(cost["device"]), _ratio(cost["eager"])) for cost in costs)
+        text += _table(("arm", "device", "eager"), lines)
     for row in figures["first_steps"]:
         text += (
             f"\nFirst training step of {row['arm']} in a fresh process with empty caches: "
@@ -289,13 +324,13 @@ def _model_section(name: str, figures: dict[str, Any]) -> str:
     return text + _notes(figures)
 
 
-def _model_row(row: dict[str, Any]) -> tuple[str, ...]:
+def _model_row(row: dict[str, Any], steps: Sequence[str]) -> tuple[str, ...]:
     name = f"{row['model']} ({row['backbone']})" if row["model"] == "flash-linear-attention" else row["model"]
     speed, share = row.get("tokens_per_second"), row.get("flops_share")
     return (
         name,
         f"{row['parameters']:,}",
-        _spread(row["step"]),
+        *(_spread(row.get(step)) for step in steps),
         "-" if speed is None else f"{speed:,.0f}",
         "-" if share is None else f"{share:.0%}",
         "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}",
@@ -315,6 +350,51 @@ def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
             cells.append("-" if row is None else f"{row['tokens_per_second']:,.0f} ({row['peak_bytes'] / 2**30:.1f})")
         lines.append((arm, *cells))
     return _table(("arm", *(f"{rows} x {tokens}" for tokens, rows in shapes)), lines)
+
+
+def _decode_section(name: str, figures: dict[str, Any]) -> str:
+    settings, made = figures["settings"], figures["environment"]
+    place = made["processor"] if made["device"] == "cpu" else figures["gpu"]["card"]
+    text = (
+        f"## Decoding: {place}, {settings['scale']}\n\n"
+        f"B {settings['rows']}, after {settings['context']} tokens, weights in {settings['dtype']}, up to "
+        f"{settings['repeats']} rounds; {_made_with(figures)} ([{name}](../benchmarks/results/{name})).\n\n"
+        f"{DECODE_EXPLANATION.format(steps=settings['steps'])}"
+    )
+    if figures["copy_bytes_per_second"] is not None:
+        text += f"\nCopy on the device: {figures['copy_bytes_per_second'] / 1e12:.2f} TB/s, read plus written.\n"
+    if figures["models"]:
+        header = (
+            "model",
+            "eager ms",
+            "tokens/s",
+            "CUDA graph ms",
+            "tokens/s",
+            "floor tokens/s",
+            "state MiB a row",
+            "peak GiB",
+        )
+        text += "\n" + _table(header, (_decode_row(row) for row in figures["models"]))
+    if figures["ratios"]:
+        lines = (
+            (line["model"], line["over"], *(_ratio(line[key]) for key in ("eager", "graph", "state_bytes")))
+            for line in figures["ratios"]
+        )
+        text += "\n" + _table(("model", "over", "eager", "CUDA graph", "state"), lines)
+    return text + _notes(figures)
+
+
+def _decode_row(row: dict[str, Any]) -> tuple[str, ...]:
+    name = f"{row['model']} ({row['backbone']})" if row["model"] == "flash-linear-attention" else row["model"]
+    cells = [name]
+    for way in ("eager", "graph"):
+        found = row[way]
+        cells += [_spread(found), "-" if found is None else f"{found['tokens_per_second']:,.0f}"]
+    floor, state, peak = row["floor_tokens_per_second"], row["state_bytes"], row["peak_bytes"]
+    cells.append("-" if floor is None else f"{floor:,.0f}")
+    cells.append("-" if state is None else f"{state / 2**20:.2f}")
+    cells.append("-" if peak is None else f"{peak / 2**30:.2f}")
+    return tuple(cells)
 
 
 def _ratio(value: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -74,6 +75,9 @@ def compare_grid(out: Path, settings: GridSettings, *, console: Console | None =
                 run_jobs(jobs, devices=devices, runs_per_device=settings.system.runs_per_device, console=console)
             results = _collect(folder, settings, devices[0])
             write_results(folder.results, results)
+            if devices[0].type == "cuda":
+                for line in how_trained(folder, settings):
+                    console.print(line, markup=False, soft_wrap=True)
         write_grid_report(results, folder.report)
         grid_figure_png(results, folder.figure)
     return results
@@ -113,6 +117,14 @@ def reading_jobs(folder: GridFolder, settings: GridSettings) -> list[Job]:
         for cell in settings.cells
         if settings.readings(cell.arm)
     ]
+
+
+def how_trained(folder: GridFolder, settings: GridSettings) -> Iterator[str]:
+    """A line for each way in which the steps of the finished cells ran: as CUDA graphs, or not and why."""
+    reasons = Counter(read_cell(folder, cell).get("eager_because", "not recorded") for cell in settings.cells)
+    for reason, count in reasons.items():
+        way = "as CUDA graphs" if reason is None else f"eagerly ({reason})"
+        yield f"{count} of {len(settings.cells)} models: forward and backward passes ran {way}."
 
 
 def _is_trained(folder: GridFolder, cell: Cell) -> bool:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -216,7 +216,7 @@ def train_arm(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Engine, Outcome, list[TrainingPoint]]:
     """Train one arm, going on from the newest checkpoint in `folder`. Returns it with its training curve."""
-    engine, outcome = train_stages(
+    engine, outcome, _ = train_stages(
         model_config,
         config.optimizer(),
         config.stages,
@@ -231,6 +231,13 @@ def train_arm(
     return engine, outcome, _curve(folder / METRICS_FILE, config)
 
 
+class Trained(NamedTuple):
+    engine: Engine
+    outcome: Outcome
+    eager_because: str | None
+    """Why forward and backward passes did not run as CUDA graphs; None if they did."""
+
+
 def train_stages(
     model_config: CCQConfig,
     optimizer: OptimizerRecipe,
@@ -243,12 +250,22 @@ def train_stages(
     checkpoint_every: int,
     device: torch.device,
     on_progress: Callable[[Progress], None],
-) -> tuple[Engine, Outcome]:
+) -> Trained:
     """Train one model through the stages of a curriculum, going on from the newest checkpoint in `folder`.
 
-    An interrupted run that goes on ends bit-equal to one that was never interrupted.
+    An interrupted run that goes on ends bit-equal to one that was never interrupted. On a GPU forward and backward
+    passes run as CUDA graphs, one for each stage, where they can be recorded: models are small here, and it is the same
+    training bit for bit, so no setting asks for it.
     """
-    engine = Engine(initial_model(model_config, seed, device), optimizer, Processes(device=device))
+    on_gpu = device.type == "cuda"
+    eager = [] if on_gpu else [f"the device is {device}"]
+    engine = Engine(
+        initial_model(model_config, seed, device),
+        optimizer,
+        Processes(device=device),
+        cuda_graph=on_gpu,
+        on_eager=eager.append,
+    )
     schedule = Schedule(
         steps=sum(stage.steps for stage in stages),
         checkpoint_every=checkpoint_every,
@@ -259,7 +276,7 @@ def train_stages(
     outcome = train(
         engine, batches, folder, schedule, length=lambda step: stage_at(stages, step).length, on_progress=on_progress
     )
-    return engine, outcome
+    return Trained(engine, outcome, eager[0] if eager else None)
 
 
 def _curve(metrics: Path, config: TrainConfig) -> list[TrainingPoint]:
@@ -274,6 +291,7 @@ def _curve(metrics: Path, config: TrainConfig) -> list[TrainingPoint]:
             "answer_loss": line["answer"],
             "gradient_norm": line["grad_norm"],
             "gate_mean": sum(line["gate"]) / len(line["gate"]) if "gate" in line else None,
+            "gate_by_decay_alone": line.get("gate_by_decay_alone"),
         }
         for line in read_metrics(metrics)
         if not line.get("skipped")

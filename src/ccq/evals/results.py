@@ -78,7 +78,15 @@ class NeedleTaskResult(TypedDict):
     description: str
 
 
-class TrainingPoint(TypedDict):
+class GateByDecay(TypedDict, total=False):
+    """Of a point of a training curve: `gate_by_decay_alone`, lambda if weight decay alone had moved it since the start;
+    null without a gate whose bias decay could move, and missing in files from before it was recorded.
+    """
+
+    gate_by_decay_alone: float | None
+
+
+class TrainingPoint(GateByDecay):
     """One point of a training curve; losses in nats a token, `tokens` since the start."""
 
     step: int
@@ -218,7 +226,7 @@ class CompareResults(TypedDict):
     pairs: list[PairResult]
 
 
-class GridPoint(TypedDict):
+class GridPoint(GateByDecay):
     """One point of a training curve: `loss` in nats an answer, `tokens` since the start, `gate` the mean of lambda."""
 
     step: int
@@ -562,9 +570,10 @@ def _check(value: Any, expected: Any, field: str) -> None:
         _expect(isinstance(value, dict), value, "an object", field)
         for name, hint in get_type_hints(expected).items():
             inner = f"{field}.{name}" if field else name
-            if name not in value:
+            if name in value:
+                _check(value[name], hint, inner)
+            elif name in expected.__required_keys__:
                 raise ValueError(f"field {inner} is missing")
-            _check(value[name], hint, inner)
     elif origin is list:
         _expect(isinstance(value, list), value, "a list", field)
         for index, item in enumerate(value):

@@ -1,4 +1,4 @@
-"""What the report takes from results of `ccq bench layer` and `ccq bench model`."""
+"""What the report takes from results of `ccq bench layer`, `ccq bench model` and `ccq bench decode`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,40 @@ class ModelBenchmark:
     sweep: Mapping[tuple[str, int], float]
 
 
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Milliseconds in which an arm decodes one token of every row: one step after the other, and replayed as a CUDA
+    graph; None where it was not measured. `state_bytes` is of one sequence.
+    """
+
+    arm: str
+    state_bytes: int
+    eager: Times | None
+    graph: Times | None
+
+
+@dataclass(frozen=True)
+class DecodeBenchmark:
+    """`rows` that are decoded at a time, after `context` tokens."""
+
+    path: Path
+    scale: str
+    machine: str
+    notes: tuple[str, ...]
+    rows: int
+    context: int
+    models: tuple[DecodeSpeed, ...]
+
+    def tokens_per_second(self, arm: str) -> float | None:
+        """Of one arm, None where it is not there: replayed where all arms were, so that arms are measured alike."""
+        replayed = all(model.graph is not None for model in self.models)
+        for model in self.models:
+            times = model.graph if replayed else model.eager
+            if model.arm == arm and times is not None:
+                return 1000 * self.rows / times.median
+        return None
+
+
 def scale_name(scale: str) -> str:
     """A scale of the presets, the paper's as the paper writes them."""
     return _SCALES.get(scale, scale)
@@ -114,6 +148,30 @@ def read_model_benchmark(path: Path, figures: Mapping[str, Any]) -> ModelBenchma
     )
 
 
+def read_decode_benchmark(path: Path, figures: Mapping[str, Any]) -> DecodeBenchmark:
+    """KeyError, TypeError or AttributeError where something is not as `ccq bench decode` writes it."""
+    settings = figures["settings"]
+    models = tuple(
+        DecodeSpeed(
+            arm=row["model"],
+            state_bytes=int(row["state_bytes"]),
+            eager=None if row["eager"] is None else _times(row["eager"]),
+            graph=None if row["graph"] is None else _times(row["graph"]),
+        )
+        for row in figures["models"]
+        if _is_ours(row["model"], row["backbone"])
+    )
+    return DecodeBenchmark(
+        path=path,
+        scale=scale_name(settings["scale"]),
+        machine=f"{_machine(figures)}, {settings['dtype']}",
+        notes=_notes(figures),
+        rows=int(settings["rows"]),
+        context=int(settings["context"]),
+        models=models,
+    )
+
+
 def _times(found: Mapping[str, float]) -> Times:
     return Times(found["median_ms"], found["lower_quartile_ms"], found["upper_quartile_ms"])
 
@@ -124,7 +182,9 @@ def _is_ours(name: str, backbone: str) -> bool:
 
 
 def _machine(figures: Mapping[str, Any]) -> str:
-    return f"{figures['gpu']['card']}, torch {figures['environment']['torch']}"
+    made = figures["environment"]
+    place = made["processor"] if made.get("device") == "cpu" else figures["gpu"]["card"]
+    return f"{place}, torch {made['torch']}"
 
 
 def _notes(figures: Mapping[str, Any]) -> tuple[str, ...]:

@@ -122,8 +122,8 @@ def _mean_of(scores: Sequence[Score]) -> Score:
 
 
 def _speeds(runs: Runs, subject: Subject) -> tuple[float | None, float | None]:
-    """Tokens a second in training (of one process) and in decoding. With the correction off a model was trained as fast
-    as it was with it; how fast it decodes nobody has measured.
+    """Tokens a second in training (of one process) and in decoding (over all rows). With the correction off a model was
+    trained as fast as it was with it; how fast it decodes nobody has measured.
     """
     trained = subject._replace(read=None if subject.read is None else "on")
     training = [
@@ -138,7 +138,12 @@ def _speeds(runs: Runs, subject: Subject) -> tuple[float | None, float | None]:
             for run in runs.trainings
             if run.model.subject == trained and run.tokens_per_second is not None and run.processes is not None
         ]
-    decode: list[float] = []
+    speeds = [
+        benchmark.tokens_per_second(subject.arm)
+        for benchmark in runs.decodes
+        if benchmark.scale == subject.scale and subject.read != "off"
+    ]
+    decode = [speed for speed in speeds if speed is not None]
     for comparison in runs.comparisons:
         if comparison.scale == subject.scale:
             mine = [run for run in comparison.results["runs"] if run["arm"] == subject.arm]

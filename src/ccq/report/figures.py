@@ -85,6 +85,14 @@ class ArmStyle(NamedTuple):
     filled: bool
 
 
+class GatePoint(NamedTuple):
+    """lambda after so many tokens of a training: its mean, and where weight decay alone would have taken it."""
+
+    tokens: float
+    gate: float
+    by_decay_alone: float | None
+
+
 class Figure(NamedTuple):
     """One figure of the report. `key` names it in the page; `panels` are complete <svg> elements without fixed size."""
 
@@ -322,35 +330,88 @@ def _curve_values(run: RunResult, field: LossName) -> tuple[list[float], list[fl
 
 
 def _curves(axes: Axes, results: CompareResults, field: LossName, styles: Mapping[str, ArmStyle]) -> None:
-    """Each arm's mean and range over seeds; seeds logged at different tokens are drawn one by one."""
+    """One line an arm."""
     ends = []
     for arm, style in styles.items():
         curves = [curve for curve in (_curve_values(run, field) for run in runs_of(results, arm)) if curve[0]]
         if not curves:
             continue
-        if all(x == curves[0][0] for x, _ in curves):
-            x, columns = curves[0][0], list(zip(*(y for _, y in curves), strict=True))
-            lines = [(x, [sum(column) / len(column) for column in columns])]
-            if len(curves) > 1:
-                axes.fill_between(
-                    x, [min(c) for c in columns], [max(c) for c in columns], color=style.color, alpha=0.18, linewidth=0
-                )
-        else:
-            lines = curves
-        for x, y in lines:
-            axes.plot(
-                x, y, color=style.color, linestyle=style.dashes, linewidth=1.6, marker="o" if len(x) == 1 else None
+        ends.append(LineEnd(*_seed_lines(axes, curves, style), _two_lines(arm), style.color, style.dark))
+    _token_axis(axes)
+    axes.set_ylabel("loss, nats per token")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.08 * (high - low))
+    _mark_lengths(axes, results)
+    _label_ends(axes, ends)
+
+
+def _seed_lines(axes: Axes, curves: Sequence[tuple[list[float], list[float]]], style: ArmStyle) -> tuple[float, float]:
+    """Mean and range over seeds; seeds logged at different places are drawn one by one. Returns where the line ends."""
+    if all(x == curves[0][0] for x, _ in curves):
+        x, columns = curves[0][0], list(zip(*(y for _, y in curves), strict=True))
+        lines = [(x, [sum(column) / len(column) for column in columns])]
+        if len(curves) > 1:
+            axes.fill_between(
+                x, [min(c) for c in columns], [max(c) for c in columns], color=style.color, alpha=0.18, linewidth=0
             )
-        ends.append(LineEnd(lines[0][0][-1], lines[0][1][-1], _two_lines(arm), style.color, style.dark))
+    else:
+        lines = list(curves)
+    for x, y in lines:
+        axes.plot(x, y, color=style.color, linestyle=style.dashes, linewidth=1.6, marker="o" if len(x) == 1 else None)
+    return lines[0][0][-1], lines[0][1][-1]
+
+
+def _token_axis(axes: Axes) -> None:
     axes.margins(x=0.0)
     axes.grid(axis="y")
     axes.xaxis.set_major_formatter(lambda tokens, _position: _count_text(tokens))
     axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("training tokens")
-    axes.set_ylabel("loss, nats per token")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.08 * (high - low))
-    _mark_lengths(axes, results)
+
+
+def gate_caption(decays: bool | None) -> str:
+    """What a panel of `draw_gates` shows; whether the bias of the gate decays, None where that differs between runs."""
+    own = {
+        True: "It decays here (decay_gate_bias), so that what was learned is the distance between the two.",
+        False: "It does not decay here (decay_gate_bias), so that nothing of how λ moves comes from that.",
+        None: "Where it decays (decay_gate_bias true), what was learned is the distance between the two.",
+    }
+    return (
+        f"Dashed: where λ would be if weight decay alone had moved the bias of the gate since the start. {own[decays]}"
+    )
+
+
+def draw_gates(
+    axes: Axes,
+    trainings: Mapping[str, Sequence[Sequence[GatePoint]]],
+    styles: Mapping[str, ArmStyle],
+    label: Callable[[str], str] = _two_lines,
+) -> None:
+    """lambda along the trainings of every arm, and dashed what decay alone would do: once for all arms where it is the
+    same. `label` makes what stands beside a line from the name of its arm.
+    """
+    ends = []
+    by_decay: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    for arm, seeds in trainings.items():
+        curves = [([point.tokens for point in seed], [point.gate for point in seed]) for seed in seeds]
+        style = styles[arm]
+        ends.append(LineEnd(*_seed_lines(axes, curves, style), label(arm), style.color, style.dark))
+        # Means over another number of heads are rounded differently.
+        alone = tuple(
+            (point.tokens, round(point.by_decay_alone, 6)) for point in seeds[0] if point.by_decay_alone is not None
+        )
+        if alone:
+            by_decay.setdefault(alone, []).append(arm)
+    for alone, arms in by_decay.items():
+        style = styles[arms[0]]
+        color, dark = (_FAINT, _FAINT) if len(by_decay) == 1 else (style.color, style.dark)
+        text = "decay alone" if len(by_decay) == 1 else f"{label(arms[0])}: decay alone"
+        axes.plot(*zip(*alone, strict=True), color=color, linestyle=(0, (4, 2)), linewidth=1.2)
+        ends.append(LineEnd(*alone[-1], text, color, dark))
+    _token_axis(axes)
+    axes.set_axisbelow(True)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set_ylabel("gate λ, mean")
     _label_ends(axes, ends)
 
 
@@ -656,6 +717,14 @@ def _mean_grid(grids: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     return [[sum(cell) / len(cell) for cell in zip(*rows, strict=True)] for rows in zip(*grids, strict=True)]
 
 
+def _gate_points(run: RunResult) -> list[GatePoint]:
+    return [
+        GatePoint(point["tokens"], point["gate_mean"], point.get("gate_by_decay_alone"))
+        for point in run["training"]["curve"]
+        if point["gate_mean"] is not None
+    ]
+
+
 def _gate_figure(results: CompareResults, styles: Mapping[str, ArmStyle]) -> Figure | None:
     panels = []
     for index, (arm, style) in enumerate(styles.items()):
@@ -705,10 +774,21 @@ def _gate_figure(results: CompareResults, styles: Mapping[str, ArmStyle]) -> Fig
                 axes.set_title(f"{arm}: mean gate by layer and head", color=style.dark)
 
             panels.append(_svg(f"gate-heads-{index}", f"Mean gate of {arm} by layer and head", (4.4, 2.6), draw_heads))
+    by_arm = {arm: [points for points in map(_gate_points, runs_of(results, arm)) if points] for arm in styles}
+    trainings = {arm: seeds for arm, seeds in by_arm.items() if seeds}
+    if trainings:
+
+        def draw_training(axes: Axes) -> None:
+            draw_gates(axes, trainings, styles)
+            axes.set_title("Mean gate during training")
+
+        panels.append(_svg("gate-training", "Mean gate during training, one line an arm", (4.4, 2.9), draw_training))
     caption = (
         "The gate λ is how strongly a head applies the correction at a token (0 = not at all, 1 = fully). The "
-        "horizontal axes cover only the range in use; colours are relative to the largest head of that arm."
+        "horizontal axes of gates cover only the range in use; colours are relative to the largest head of that arm."
     )
+    if any(point.by_decay_alone is not None for seeds in trainings.values() for points in seeds for point in points):
+        caption += f" {gate_caption(False)}"
     return Figure("gate", "What the gate learned", caption, tuple(panels)) if panels else None
 
 

@@ -17,6 +17,7 @@ from ccq.report.figures import (
     _FAINT,
     ArmStyle,
     Figure,
+    GatePoint,
     LineEnd,
     _count_text,
     _forest,
@@ -26,6 +27,8 @@ from ccq.report.figures import (
     _svg,
     _two_lines,
     arm_styles,
+    draw_gates,
+    gate_caption,
 )
 from ccq.report.html import ONE_SEED, Finding, _flattened, _listed, _plural, verdict
 from ccq.report.intervals import Interval, span
@@ -509,6 +512,37 @@ def _curves(axes: Axes, results: GridResults, task: str, styles: Mapping[str, Ar
     _label_ends(axes, ends)
 
 
+def _gate_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> Figure | None:
+    panels = []
+    alone = False
+    for number, task in enumerate(results["tasks"]):
+        trainings: dict[str, list[list[GatePoint]]] = {}
+        for run in results["runs"]:
+            points = [
+                GatePoint(point["tokens"], point["gate"], point.get("gate_by_decay_alone"))
+                for point in run["curve"]
+                if point["gate"] is not None
+            ]
+            if run["task"] == task["task"] and points:
+                trainings.setdefault(run["arm"], []).append(points)
+                alone = alone or any(point.by_decay_alone is not None for point in points)
+        if trainings:
+
+            def draw(
+                axes: Axes,
+                task: GridTaskResult = task,
+                trainings: Mapping[str, Sequence[Sequence[GatePoint]]] = trainings,
+            ) -> None:
+                draw_gates(axes, trainings, styles)
+                axes.set_title(task["task"])
+
+            panels.append(_svg(f"gate-{number}", f"{task['task']}: mean gate during training", (4.6, 3.0), draw))
+    caption = "The gate λ is how strongly a head applies the correction at a token. Bands span the seeds."
+    if alone:
+        caption += f" {gate_caption(results['settings'].get('optimizer', {}).get('decay_gate_bias'))}"
+    return Figure("gate", "The gate during training", caption, tuple(panels)) if panels else None
+
+
 def _two_by_two_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> Figure | None:
     panels = []
     dots = (0, (1, 1.5))
@@ -588,6 +622,7 @@ def grid_figures(results: GridResults) -> list[Figure]:
         _difference_figure(results, styles),
         _two_by_two_figure(results, styles),
         *_score_figures(results, styles),
+        _gate_figure(results, styles),
     ]
     return [figure for figure in figures if figure is not None]
 

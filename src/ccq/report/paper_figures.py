@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ccq.report.costs import QUALITY_TITLES, CostPoint
-from ccq.report.figures import ArmStyle, _count_text, _heat, _plain_style, arm_styles, svg_element
+from ccq.report.figures import (
+    ArmStyle,
+    _count_text,
+    _heat,
+    _plain_style,
+    arm_styles,
+    draw_gates,
+    gate_caption,
+    svg_element,
+)
 from ccq.report.paper import PaperValue, read_paper
 from ccq.report.paper_tables import HERE, PAPER, ReportTable, TableRow, estimate
-from ccq.report.runs import Runs, ScoreName, Subject
+from ccq.report.runs import Runs, ScoreName, Subject, Training, subject_order
 from ccq.report.tables import bytes_text
 
 if TYPE_CHECKING:
@@ -38,14 +47,15 @@ class ReportFigure(NamedTuple):
 
 
 def report_figures(runs: Runs, efficiency: ReportTable | None, points: Sequence[CostPoint]) -> list[ReportFigure]:
-    """Needles by depth, figures 3 and 4 by scale, figure 5 and quality against cost, as far as something was given for
-    them.
+    """Needles by depth, figures 3 and 4 by scale, figure 5, quality against cost and the gate during training, as far
+    as something was given for them.
     """
     figures = [
         *_depth_figures(runs),
         *_extrapolation_figures(runs),
         _efficiency_figure(runs, efficiency),
         _cost_figure(points),
+        _gate_figure(runs),
     ]
     return [figure for figure in figures if figure is not None]
 
@@ -485,3 +495,30 @@ def _point_handle(subject: Subject, styles: Mapping[str, ArmStyle]) -> Line2D:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], linestyle="none", label=_clipped(subject.label), **_point_marks(subject, styles[subject.arm]))
+
+
+# The gate during training.
+
+
+def _gate_figure(runs: Runs) -> ReportFigure | None:
+    """A panel for each scale of the trainings whose gate was looked at."""
+    groups: dict[str, dict[str, list[Training]]] = {}
+    for training in sorted(runs.trainings, key=lambda each: subject_order(each.model.subject)):
+        if training.gates:
+            groups.setdefault(training.model.scale, {}).setdefault(training.model.arm, []).append(training)
+    if not groups:
+        return None
+    shown = [training for arms in groups.values() for trainings in arms.values() for training in trainings]
+
+    def draw(figure: Figure) -> None:
+        for number, (scale, arms) in enumerate(groups.items()):
+            axes = figure.add_subplot(len(groups), 1, number + 1)
+            curves = {arm: [training.gates for training in trainings] for arm, trainings in arms.items()}
+            draw_gates(axes, curves, arm_styles(list(curves)), lambda arm: _clipped(arm.replace(", ", ",\n", 1), 70))
+            axes.set_title(scale)
+
+    caption = "The mean of λ over layers, heads and tokens, one line a model. Bands span the seeds."
+    if any(point.by_decay_alone is not None for training in shown for point in training.gates):
+        decays = {training.gate_bias_decays for training in shown}
+        caption += f" {gate_caption(decays.pop() if len(decays) == 1 else None)}"
+    return ReportFigure("gate", "The gate during training", caption, (10.0, 3.0 * len(groups) + 0.2), draw)

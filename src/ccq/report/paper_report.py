@@ -160,6 +160,7 @@ def _sources(runs: Runs) -> list[tuple[str, str, str, str, str]]:
         lines.append((str(comparison.path), "ccq compare", "", arms, seeds))
     lines += [(str(each.path), "ccq bench layer", each.scale, "", "") for each in runs.layers]
     lines += [(str(each.path), "ccq bench model", each.scale, "", "") for each in runs.models]
+    lines += [(str(each.path), "ccq bench decode", each.scale, "", "") for each in runs.decodes]
     return lines
 
 

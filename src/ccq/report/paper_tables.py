@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ccq.report.benchmarks import LayerBenchmark, ModelBenchmark, Times
+from ccq.report.benchmarks import DecodeBenchmark, LayerBenchmark, ModelBenchmark, Times
 from ccq.report.intervals import Interval, of_score, over_seeds
 from ccq.report.paper import PaperColumn, PaperNote, PaperTable, PaperValue, read_paper
 from ccq.report.runs import MEAN, Runs, Score, ScoreName, subject_order
@@ -268,7 +268,7 @@ def _layer_table(table: PaperTable, runs: Runs) -> ReportTable | None:
     return _with_paper(table, table.columns, rows, lead)
 
 
-def _notes(benchmark: LayerBenchmark | ModelBenchmark) -> list[str]:
+def _notes(benchmark: LayerBenchmark | ModelBenchmark | DecodeBenchmark) -> list[str]:
     """What a benchmark says of itself, such as what was left out."""
     return [f"{benchmark.path.name}: {note}" for note in benchmark.notes]
 
@@ -307,10 +307,25 @@ def _efficiency_table(table: PaperTable, runs: Runs) -> ReportTable | None:
             if model.peak_bytes is not None:
                 found["memory"] = _number_cell(model.peak_bytes / 2**30, columns["memory"])
             if model.step is not None:
-                found["training"] = _speed_cell(benchmark.rows * benchmark.tokens, model.step, columns["training"])
+                thousands = benchmark.rows * benchmark.tokens / 1000
+                found["training"] = _speed_cell(thousands, model.step, columns["training"])
             if model.prefill is not None:
                 found["prefill"] = _time_cell(model.prefill, columns["prefill"])
             add(benchmark.scale, model.arm, "ccq bench model", None, found)
+    for decoding in runs.decodes:
+        if decoding.models:
+            shape = f"{decoding.rows} rows after {decoding.context} tokens"
+            lead.append(
+                f"{decoding.path.name}: one {decoding.machine}, {shape}; medians with quartiles. Eager is a loop in "
+                "Python; replayed is the same step as a CUDA graph."
+            )
+            lead += _notes(decoding)
+        for each in decoding.models:
+            state = _number_cell(each.state_bytes / 2**20, columns["state"])
+            for words, times in (("eager", each.eager), ("replayed", each.graph)):
+                if times is not None:
+                    found = {"state": state, "decode": _speed_cell(decoding.rows, times, columns["decode"])}
+                    add(decoding.scale, each.arm, f"ccq bench decode, {words}", None, found)
     for subject in sorted({training.model.subject for training in runs.trainings}, key=subject_order):
         mine = [training for training in runs.trainings if training.model.subject == subject]
         speeds = [
@@ -359,9 +374,9 @@ def _number_cell(value: float, column: PaperColumn) -> TableCell:
     return TableCell(text=f"{value:,.{digits}f}", value=value)
 
 
-def _speed_cell(tokens: int, times: Times, column: PaperColumn) -> TableCell:
-    """Thousands of tokens a second, from milliseconds a step; the slower quartile is the lower speed."""
-    speed, low, high = tokens / times.median, tokens / times.high, tokens / times.low
+def _speed_cell(tokens: float, times: Times, column: PaperColumn) -> TableCell:
+    """A second's share of `tokens` a step, from milliseconds a step; the slower quartile is the lower speed."""
+    speed, low, high = (1000 * tokens / each for each in (times.median, times.high, times.low))
     return TableCell(
         text=f"{speed:,.{column.digits}f}",
         note=range_text(Interval(low, high), column.digits),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ccq.bench import decode as bench_decode
 from ccq.bench import layer as bench_layer
 from ccq.bench import model as bench_model
 from ccq.evals.results import SCHEMA, CompareResults, EvalResults, EvalScore, EvalTaskResult, read_results
@@ -27,19 +28,22 @@ from ccq.models.presets import PRESETS, preset
 from ccq.models.training_record import read_training_record
 from ccq.nn.reads.fixed import PAPER as FIXED
 from ccq.report.benchmarks import (
+    DecodeBenchmark,
     LayerBenchmark,
     ModelBenchmark,
     preset_scales,
+    read_decode_benchmark,
     read_layer_benchmark,
     read_model_benchmark,
     scale_name,
 )
+from ccq.report.figures import GatePoint
 from ccq.report.html import _plural
 from ccq.report.intervals import Samples
 from ccq.train.config import Recipe
 
 ACCEPTED = (
-    "accepted are results files of `ccq eval`, `ccq compare`, `ccq bench layer` and `ccq bench model` (JSON), run "
+    "accepted are results files of `ccq eval`, `ccq compare` and `ccq bench layer`, `model` and `decode` (JSON), run "
     "folders of `ccq train`, and folders that hold such files"
 )
 RECIPE_FILE, METRICS_FILE, MODEL = "recipe.json", "metrics.jsonl", "model"
@@ -146,6 +150,9 @@ class Training:
     memory: int | None
     gate: float | None
     correction: float | None
+    gates: tuple[GatePoint, ...]
+    """The mean of lambda over layers wherever it was looked at."""
+    gate_bias_decays: bool
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ class Comparison:
         return f"{self.results['name']} (ccq compare)"
 
 
-Source = Evaluation | Training | Comparison | LayerBenchmark | ModelBenchmark
+Source = Evaluation | Training | Comparison | LayerBenchmark | ModelBenchmark | DecodeBenchmark
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,7 @@ class Runs:
     comparisons: tuple[Comparison, ...]
     layers: tuple[LayerBenchmark, ...]
     models: tuple[ModelBenchmark, ...]
+    decodes: tuple[DecodeBenchmark, ...]
     left_out: tuple[Path, ...]
 
     def subjects(self) -> list[Subject]:
@@ -240,11 +248,14 @@ def read_runs(paths: Sequence[Path]) -> Runs:
         if path.is_file():
             found = _read_file(path)
             if found is None:
+                _refuse_grid(path)
                 raise ValueError(f"{path} is none of the files of a report ({_what_it_is(path)}); {ACCEPTED}")
             sources.append(found)
             continue
         in_folder, others = _read_folder(path)
         if not in_folder:
+            for other in others:
+                _refuse_grid(other)
             listed = f" (found: {', '.join(other.name for other in others[:5])})" if others else ""
             raise ValueError(f"{path} holds nothing for a report{listed}; {ACCEPTED}")
         sources += in_folder
@@ -260,6 +271,7 @@ def read_runs(paths: Sequence[Path]) -> Runs:
         comparisons,
         tuple(source for source in sources if isinstance(source, LayerBenchmark)),
         tuple(source for source in sources if isinstance(source, ModelBenchmark)),
+        tuple(source for source in sources if isinstance(source, DecodeBenchmark)),
         tuple(left_out),
     )
 
@@ -299,9 +311,26 @@ def _read_file(path: Path) -> Source | None:
             return read_layer_benchmark(path, content)
         if schema == bench_model.SCHEMA:
             return read_model_benchmark(path, content)
+        if schema == bench_decode.SCHEMA:
+            return read_decode_benchmark(path, content)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged or of another version of ccq: {error!r}; make it again") from error
     return None
+
+
+def _refuse_grid(path: Path) -> None:
+    """Say what to do where a file is that of a grid, whose tasks the paper does not have."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return
+    if isinstance(content, dict) and (content.get("schema"), content.get("kind")) == (SCHEMA, "grid"):
+        folder = path.parent
+        raise ValueError(
+            f"{path} holds a grid of `ccq compare`, which has a report of its own: {folder / 'report.html'}, written "
+            f"anew by the same `ccq compare ... --out {folder}`. Of its models, tasks/TASK/arms/ARM-seedS/model, those "
+            f"trained on text can be evaluated with `ccq eval`, whose results this report takes; {ACCEPTED}"
+        )
 
 
 def _what_it_is(path: Path) -> str:
@@ -629,6 +658,12 @@ def _read_training(path: Path) -> Training:
         memory=max((line["memory"] for line in lines if line.get("memory") is not None), default=None),
         gate=_last_mean(lines, "gate"),
         correction=_last_mean(lines, "correction"),
+        gates=tuple(
+            GatePoint(line["tokens"], statistics.fmean(line["gate"]), line.get("gate_by_decay_alone"))
+            for line in lines
+            if line.get("gate") is not None
+        ),
+        gate_bias_decays=recipe.optimizer.decay_gate_bias,
     )
 
 

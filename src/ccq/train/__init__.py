@@ -6,7 +6,6 @@ from ccq.processes import Processes, processes
 from ccq.train.config import OptimizerRecipe, Recipe, load_recipe
 from ccq.train.engine import Engine, StepResult, TargetBatch, initial_model
 from ccq.train.loop import BatchSource, Outcome, Progress, Schedule, train
-from ccq.train.loss import linear_cross_entropy
 from ccq.train.metrics import read_metrics
 from ccq.train.run import plan_recipe, run_recipe
 
@@ -22,7 +21,6 @@ __all__ = [
     "StepResult",
     "TargetBatch",
     "initial_model",
-    "linear_cross_entropy",
     "load_recipe",
     "plan_recipe",
     "processes",

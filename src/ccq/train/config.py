@@ -142,6 +142,10 @@ class SystemRecipe:
     """Recompute the blocks in the backward pass: a third more arithmetic for the memory of one block's activations."""
     reshard_after_forward: bool = False
     """Of several processes: gather the weights of a block again for the backward pass instead of keeping them."""
+    cuda_graph: bool = False
+    """Forward and backward pass as a CUDA graph, the same bit for bit: below some hundred million parameters a GPU
+    waits for the processor that launches its kernels. Needs one process, a GPU, and no `data.pack_documents`; off
+    because recording takes seconds and the memory of a step stays taken."""
     workers: int = 0
     """Processes that read data ahead, for each training process."""
     checkpoint_every: int | None = 500
@@ -188,6 +192,11 @@ class Recipe:
                     f"evaluation.tokens must be at least data.length, got {self.evaluation.tokens} and "
                     f"{self.data.length}"
                 )
+        if self.system.cuda_graph and self.data.pack_documents:
+            raise ValueError(
+                "system.cuda_graph takes windows without packed documents, whose places are read on the processor; "
+                "leave it out, or data.pack_documents"
+            )
         if self.training.tokens_per_step % self.data.length:
             raise ValueError(
                 f"training.tokens_per_step must be a multiple of data.length, got {self.training.tokens_per_step} and "

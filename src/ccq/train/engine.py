@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ccq.data.loader import IGNORE_INDEX, TokenBatch
 from ccq.models.configuration import CCQConfig
 from ccq.models.modeling import CCQForCausalLM
+from ccq.ops.linear_cross_entropy import WeightedLoss, linear_cross_entropy
 from ccq.processes import Processes
 from ccq.train.config import OptimizerRecipe
 from ccq.train.distributed import Placed
-from ccq.train.loss import WeightedLoss, linear_cross_entropy
+from ccq.train.graph import GraphedPasses, RecordingError, check_cuda_graph
 from ccq.train.optimizer import make_optimizers, no_gradients, set_learning_rate
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -98,6 +101,32 @@ def initial_model(config: CCQConfig, seed: int, device: torch.device | str = "cp
         return CCQForCausalLM(config)
 
 
+class _Block(nn.Module):
+    """A block by the forward pass that it has now."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self._forward = block, block.forward
+
+    def forward(self, *arguments: Any) -> Any:
+        return self._forward(*arguments)
+
+
+def _recomputed(block: nn.Module, processes: Processes) -> Callable[..., Any]:
+    """The forward pass of a block that is computed again in the backward pass."""
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if processes.count > 1:
+        # FSDP puts the weights of a block in place whenever it is computed.
+        return partial(again, block.forward)
+    inner = _Block(block)
+
+    def forward(*arguments: Any) -> Any:
+        # The copies in lower precision that `Placed` has put in place; when the pass is repeated it has taken them out.
+        return again(functional_call, inner, dict(inner.named_parameters()), arguments)
+
+    return forward
+
+
 @dataclass
 class Engine:
     """A model, its optimizer, and the step that both take.
@@ -110,6 +139,14 @@ class Engine:
         compile: torch.compile every block.
         activation_checkpointing: recompute every block in the backward pass.
         reshard_after_forward: see `Placed`.
+        cuda_graph: run forward and backward pass of a micro-batch as a CUDA graph, see `GraphedPasses`. Takes one
+            process, a GPU, and windows without packed documents. A step is the same bit for bit.
+        on_eager: told why where the passes cannot be recorded; they then run as without `cuda_graph`. None makes that
+            an error.
+
+    Raises:
+        ValueError: `cuda_graph` is asked for without a GPU or of several processes; from `step`, of packed documents,
+            or (a `RecordingError`) where the passes cannot be recorded.
     """
 
     model: CCQForCausalLM
@@ -119,15 +156,19 @@ class Engine:
     compile: bool = False
     activation_checkpointing: bool = False
     reshard_after_forward: bool = False
+    cuda_graph: bool = False
+    on_eager: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
+        if self.cuda_graph:
+            check_cuda_graph(self.processes)
         model = self.model.train()
         # The forward pass alone is replaced, so that what FSDP hangs on a block stays outside.
         for layer in model.model.layers:
             if self.compile:
                 layer.forward = torch.compile(layer.forward)
             if self.activation_checkpointing:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = _recomputed(layer, self.processes)
         self._loss = Placed(
             NextTokenLoss(model),
             model.model.layers,
@@ -135,6 +176,9 @@ class Engine:
             dtype=DTYPES[self.dtype],
             reshard_after_forward=self.reshard_after_forward,
         )
+        self._graphs: GraphedPasses | None = None
+        if self.cuda_graph:
+            self._graphs = GraphedPasses(self._loss, model.parameters(), self.processes.device)
         self.optimizers = make_optimizers(model.named_parameters(), self.optimizer)
 
     def step(
@@ -161,10 +205,9 @@ class Engine:
                 # A part without any target in this step is no part of its loss.
                 weights += moved.parts[name].float() / max(count, 1)
             with self._loss.micro_batch(last=number == len(micro_batches) - 1):
-                loss: WeightedLoss = self._loss(moved.inputs, moved.targets, weights, moved.cu_seqlens)
-                loss.total.backward()
+                each = self._passes(moved, weights)
             for place, (name, count) in enumerate(zip(names, counts, strict=True)):
-                losses[place] += torch.dot(loss.each, moved.parts[name].flatten().to(loss.each.dtype)) / max(count, 1)
+                losses[place] += torch.dot(each, moved.parts[name].flatten().to(each.dtype)) / max(count, 1)
         self.processes.sum_(losses)
         norm = self._loss.clip_gradients(self.optimizer.gradient_clip)
         found = torch.cat((losses, norm.to(torch.float32).reshape(1))).tolist()
@@ -175,6 +218,25 @@ class Engine:
                 optimizer.step()
         no_gradients(self.model)
         return result
+
+    def _passes(self, batch: TargetBatch, weights: Tensor) -> Tensor:
+        """Forward and backward pass of a micro-batch: [B * T], the loss of every target."""
+        if self._graphs is not None:
+            if batch.cu_seqlens is not None:
+                raise ValueError(
+                    "cuda_graph takes windows without packed documents, whose places are read on the processor; leave "
+                    "cuda_graph out"
+                )
+            try:
+                return self._graphs(batch.inputs, batch.targets, weights)
+            except RecordingError as error:
+                if self.on_eager is None:
+                    raise
+                self.on_eager(str(error))
+                self._graphs = None
+        loss: WeightedLoss = self._loss(batch.inputs, batch.targets, weights, batch.cu_seqlens)
+        loss.total.backward()
+        return loss.each
 
     @torch.no_grad()
     def measure(self, batches: Iterable[TargetBatch]) -> float:

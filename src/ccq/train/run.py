@@ -36,6 +36,7 @@ from ccq.models.training_record import write_training_record
 from ccq.processes import Processes, processes
 from ccq.train.config import Recipe
 from ccq.train.engine import Engine, initial_model
+from ccq.train.graph import check_cuda_graph
 from ccq.train.held_out import HeldOutWindows
 from ccq.train.loop import CHECKPOINTS, Outcome, Progress, Schedule, train
 from ccq.train.throughput import Plan, plan
@@ -78,11 +79,14 @@ def run_recipe(
         console: where the first process shows progress.
 
     Raises:
-        ValueError: the folder belongs to another recipe, another process is using it, or the data cannot be used.
+        ValueError: the folder belongs to another recipe, another process is using it, the data cannot be used, or
+            `system.cuda_graph` is asked for where it cannot be had.
         FloatingPointError: losses or gradients were not finite, several steps in a row.
         OSError: the last checkpoint or the model could not be written.
     """
     with processes() as group, contextlib.ExitStack() as stack:
+        if recipe.system.cuda_graph:
+            check_cuda_graph(group)
         shown = (Console() if console is None else console) if group.is_first else Console(quiet=True)
         group.from_first(lambda: claim_folder(out, RECIPE_FILE, recipe.to_dict(), "run", compared=_what_is_learned))
         group.from_first(lambda: stack.enter_context(lock_folder(out, "training")))
@@ -151,6 +155,7 @@ def make_engine(recipe: Recipe, config: CCQConfig, group: Processes) -> Engine:
         compile=recipe.system.compile,
         activation_checkpointing=recipe.system.activation_checkpointing,
         reshard_after_forward=recipe.system.reshard_after_forward,
+        cuda_graph=recipe.system.cuda_graph,
     )
 
 

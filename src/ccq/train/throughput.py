@@ -11,9 +11,9 @@ import torch
 from ccq.models.configuration import CCQConfig
 from ccq.models.counts import parameter_count
 from ccq.models.utilization import card_peak_flops, training_flops_per_token
+from ccq.ops.linear_cross_entropy import LOGITS
 from ccq.train.config import Recipe
 from ccq.train.engine import DTYPES
-from ccq.train.loss import LOGITS
 
 ASSUMED_UTILIZATION = 0.4
 """Share of the peak with which a planned run is reckoned; of a CPU, of the rate of its matrix products."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers import assert_close
 from torch import Tensor
 
-from ccq.train.loss import linear_cross_entropy
+from ccq.ops.linear_cross_entropy import linear_cross_entropy
 
 
 def case(targets: int, hidden: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
