@@ -142,6 +142,13 @@ def torchrun(arguments: list[str], *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+def wait_for_steps(process: subprocess.Popen[bytes], metrics: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=60)[0]
+        time.sleep(0.05)
+
+
 def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,10 +156,7 @@ def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
     train = ["train", "recipe.yaml", "--out", "run"]
     process = torchrun(train, "--nproc-per-node", "2")
     metrics = place / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=60)[0]
-        time.sleep(0.05)
+    wait_for_steps(process, metrics)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0].decode()
     stopped = re.search(r"Stopped after step (\d+) of 400; the same command goes on from here", output)
@@ -162,6 +166,23 @@ def test_torchrun_trains_a_recipe_and_sigterm_stops_both_processes(
     assert main([*train, "--stop-after", str(steps + 2)]) == 0
     assert f"going on after step {steps}" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(metrics)] == list(range(1, steps + 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_too(place: Path, number: signal.Signals) -> None:
+    """Ctrl-C reaches those that read ahead as well."""
+    command = [sys.executable, "-m", "ccq.cli", "train", "recipe.yaml", "--out", "run", "--set", "system.workers=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    wait_for_steps(process, place / "run" / "metrics.jsonl")
+    os.killpg(process.pid, number)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 128 + number, output
+    stopped = re.search(r"Stopped after step (\d+) of 400; the same command goes on from here", output)
+    assert stopped, output
+    assert [path.name for path in (place / "run" / "checkpoints").iterdir()] == [f"step-{int(stopped[1]):08}"]
 
 
 def test_two_machines_are_one(place: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -208,14 +208,14 @@ class TokenLoader:
     def __iter__(self) -> Iterator[tuple[TokenBatch, ...]]:
         """Steps from the current state on; each is this process's micro-batches in order."""
         samples = _Samples(self._next_sample + self._process, self._processes, self._rows)
-        # Processes of their own, not forks: the parent may hold a GPU and threads.
-        methods = multiprocessing.get_all_start_methods()
+        # Started anew: the parent may hold a GPU and threads, and where a server forks them its end is theirs.
         batches = DataLoader(
             _ShuffledWindows(self._windows, self._seed, self._pack_documents),
             batch_size=None,
             sampler=samples,
             num_workers=self._workers,
-            multiprocessing_context=("forkserver" if "forkserver" in methods else "spawn") if self._workers else None,
+            worker_init_fn=_leave_the_group if self._workers else None,
+            multiprocessing_context="spawn" if self._workers else None,
         )
         step: list[TokenBatch] = []
         for batch in batches:
@@ -224,6 +224,14 @@ class TokenLoader:
                 self._next_sample += self._batch_size
                 yield tuple(step)
                 step = []
+
+
+def _leave_the_group(worker: int) -> None:
+    """A signal to the whole group of processes, as Ctrl-C is one, must reach who can save, and not end a worker that is
+    still read from. Workers end with the process that reads from them.
+    """
+    if hasattr(os, "setpgid"):  # not on Windows
+        os.setpgid(0, 0)
 
 
 class _Samples(Sampler[list[int]]):
