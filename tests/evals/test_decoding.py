@@ -16,8 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ccq.evals import decoding
 from ccq.evals.decoding import Answer, _trunk, greedy_answers
 from ccq.evals.harness import LoadedModel
+from ccq.models import CCQCache, CCQForCausalLM
 from ccq.processes import Processes
 
 BEGINNING = [int(x) for x in torch.randint(1, 257, (70,), generator=torch.Generator().manual_seed(0))]
@@ -62,6 +64,53 @@ def test_answers_do_not_depend_on_batches_and_pieces(
         loaded.model, PROMPTS, max_new_tokens=12, batch_size=batch_size, prefill_tokens=prefill_tokens
     )
     assert [answer.tokens for answer in answers] == expected
+
+
+class CallsAgain:
+    """In the place of `GraphRecorder`, without a GPU: it replays by calling again, and what it replays leaves its
+    results where the recording left them.
+    """
+
+    made = 0
+
+    def __init__(self, device: torch.device) -> None:
+        type(self).made += 1
+
+    def run(self, work: Callable[[], None], *, may_wait: bool) -> None:
+        work()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_replayed_steps_give_the_same_answers(
+    loaded: LoadedModel, expected: list[list[int]], batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One recording serves all full batches, whatever was read before it and in between."""
+    monkeypatch.setattr(decoding, "GraphRecorder", CallsAgain)
+    monkeypatch.setattr(decoding, "_can_be_recorded", lambda cache: isinstance(cache, CCQCache))
+    CallsAgain.made = 0
+    answers = greedy_answers(loaded.model, PROMPTS, max_new_tokens=12, batch_size=batch_size)
+    assert [answer.tokens for answer in answers] == expected
+    assert CallsAgain.made == isinstance(loaded.model, CCQForCausalLM)
+
+
+def test_a_model_that_cannot_be_recorded_decodes_eagerly(
+    loaded: LoadedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses(CallsAgain):
+        def run(self, work: Callable[[], None], *, may_wait: bool) -> None:
+            work()
+            if not may_wait:
+                raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(decoding, "GraphRecorder", Refuses)
+    monkeypatch.setattr(decoding, "_can_be_recorded", lambda cache: isinstance(cache, CCQCache))
+    CallsAgain.made = Refuses.made = 0
+    answers = greedy_answers(loaded.model, PROMPTS, max_new_tokens=12, batch_size=2)
+    assert [answer.tokens for answer in answers] == expected
+    assert Refuses.made == isinstance(loaded.model, CCQForCausalLM)
 
 
 def test_common_beginnings_are_read_once(loaded: LoadedModel) -> None:

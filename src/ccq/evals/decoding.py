@@ -1,5 +1,6 @@
 """Greedy answers to long prompts: prompts are read in pieces, what several of them begin with is read once, and rows of
-a batch have equal lengths, so that nothing is padded. Several processes divide the batches.
+a batch have equal lengths, so that nothing is padded. On a GPU the tokens of an answer are replayed from a CUDA graph,
+because the launches of a token alone take longer than reading a short prompt. Several processes divide the batches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ccq.cuda_graphs import GraphRecorder
 from ccq.evals.perplexity import evaluation_mode
+from ccq.models.cache import CCQCache
 from ccq.processes import Processes
 
 PREFILL_TOKENS = 32_768
@@ -86,6 +89,7 @@ def greedy_answers(
 
     def own_answers() -> dict[int, Answer]:
         reader, answers = _Reader(model, prefill_tokens), dict[int, Answer]()
+        steps = _Steps(reader, batch_size)
         with evaluation_mode(model) as device:
             trunk, shared = _trunk(rows)
             batches = _batches(rows, shared, batch_size)
@@ -101,9 +105,8 @@ def greedy_answers(
                 logits, cache = reader(batch if cache is None else batch[:, common:], cache)
                 read = (reader.read - before) / len(batch)
                 found = _decode(
-                    reader,
+                    steps.behind(cache, len(batch)),
                     logits,
-                    cache,
                     numbers,
                     max_new_tokens=max_new_tokens,
                     end_tokens=end_tokens,
@@ -163,6 +166,74 @@ class _Reader:
                     "cannot be generated; is use_cache switched off in its configuration?"
                 )
         return output.logits[:, -1], getattr(output, self.cache_name)
+
+
+class _Steps:
+    """Calls that read one token of every row behind a prompt. For full batches they are replayed where that is
+    possible: with this library's states, whose addresses stay, on a GPU.
+    """
+
+    def __init__(self, reader: _Reader, full: int) -> None:
+        self.reader, self.full = reader, full
+        self.recorded: _RecordedStep | None = None
+        self.may_record = True
+
+    def behind(self, cache: Any, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """tokens [rows, 1] -> logits [rows, vocabulary], each call going on where the one before ended."""
+        if rows == self.full and self.recorded is None and self.may_record and _can_be_recorded(cache):
+            try:
+                self.recorded = _RecordedStep(self.reader, cache, rows)
+            except RuntimeError:  # part of the model waits for the GPU, as write rules composed from PyTorch may
+                self.may_record = False
+        if rows == self.full and self.recorded is not None:
+            self.recorded.go_on(cache)
+            return self.recorded
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal cache
+            logits, cache = self.reader.step(tokens, cache)
+            return logits
+
+        return step
+
+
+def _can_be_recorded(cache: Any) -> bool:
+    return (
+        isinstance(cache, CCQCache)
+        and cache.positions is not None
+        and cache.positions.is_cuda
+        and all(layer.is_compileable for layer in cache.layers)
+    )
+
+
+class _RecordedStep:
+    """A step on a state of its own, recorded as a CUDA graph."""
+
+    def __init__(self, reader: _Reader, cache: CCQCache, rows: int) -> None:
+        assert cache.positions is not None
+        device = cache.positions.device
+        self.cache = copy.deepcopy(cache)
+        self.tokens = torch.zeros((rows, 1), dtype=torch.int64, device=device)
+
+        def step() -> None:
+            self.logits, _ = reader.step(self.tokens, self.cache)
+
+        recorder = GraphRecorder(device)
+        for may_wait in (True, False):
+            recorder.run(step, may_wait=may_wait)
+        self.replay = recorder.record(step)
+
+    def go_on(self, cache: CCQCache) -> None:
+        """Take over what another cache has read."""
+        for own, other in zip(self.cache.layers, cache.layers, strict=True):
+            own.update(other.state)
+        assert self.cache.positions is not None and cache.positions is not None
+        self.cache.positions.copy_(cache.positions)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.tokens.copy_(tokens)
+        self.replay()
+        return self.logits
 
 
 class _Stem:
@@ -229,9 +300,8 @@ def _shared(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 
 def _decode(
-    reader: _Reader,
+    step: Callable[[torch.Tensor], torch.Tensor],
     logits: torch.Tensor,
-    cache: Any,
     numbers: Sequence[int],
     *,
     max_new_tokens: int,
@@ -240,7 +310,7 @@ def _decode(
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in numbers]
     waiting = set(range(len(numbers)))
-    for step in range(max_new_tokens):
+    for number in range(max_new_tokens):
         if logits.isnan().any():
             raise ValueError("the model gives NaN logits; was its training stable, and does its dtype suit it?")
         best = logits.argmax(dim=-1)
@@ -250,7 +320,7 @@ def _decode(
                 answers[row].append(tokens[row])
             if tokens[row] in end_tokens or is_enough(numbers[row], answers[row]):
                 waiting.remove(row)
-        if not waiting or step == max_new_tokens - 1:
+        if not waiting or number == max_new_tokens - 1:
             break
-        logits, cache = reader.step(best[:, None], cache)
+        logits = step(best[:, None])
     return answers
