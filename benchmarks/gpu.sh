@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure on this machine's GPU what docs/speed.md and docs/training.md show, part by part, the most wanted first.
 #
-#     benchmarks/gpu.sh OUT [PART ...]       parts: operator layer model decode train small reads sweep needle
+#     benchmarks/gpu.sh OUT [PART ...]       parts: operator layer model decode train small reads sweep answers
 #
 # Every part has a time limit and writes its files into OUT as it goes, so a run that is cut short still tells something.
 # Copy the JSON files to benchmarks/results and make the page anew: ccq bench tables benchmarks/results > docs/speed.md
@@ -12,7 +12,7 @@ if [ $# -lt 1 ]; then
 fi
 out=$1
 shift
-parts=${*:-operator layer model decode train small reads sweep needle}
+parts=${*:-operator layer model decode train small reads sweep answers}
 mkdir -p "$out"
 ccq="${PYTHON:-python} -m ccq.cli"
 recipe=recipes/benchmark/1.3b.yaml
@@ -48,7 +48,7 @@ for part in $parts; do
     train)
       for arm in gla+ccq gla gated-deltanet+ccq gated-deltanet; do
         for compile in false true; do
-          limited 150 "train-$arm-compile-$compile" $ccq train $recipe --set model.preset=$arm-1.3b --set system.rows=4 \
+          limited 150 "train-$arm-compile-$compile" $ccq train $recipe --set model.preset=$arm-1.3b \
             --set system.compile=$compile --out "$out/train-$arm-compile-$compile"
         done
       done
@@ -67,13 +67,8 @@ for part in $parts; do
       limited 400 reads $ccq bench model --arms gla $reads --scale 60m --rows 8 --tokens 2048 --repeats 8 --limit 4 --out "$out/model-reads.json"
       ;;
     sweep) limited 400 sweep $ccq bench model --sweep tokens=32768 --repeats 5 --limit 4 --out "$out/model-sweep.json" ;;
-    needle)
-      limited 90 needle-model $ccq train recipes/tiny/gla+ccq.yaml --set model.preset=gla+ccq-1.3b --set training.steps=1 \
-        --set system.dtype=bfloat16 --out "$out/needle-model"
-      limited 150 needle $ccq eval needle "$out/needle-model/model" --tasks niah_single_1 --lengths 4096 --limit 200 \
-        --batch-size 8 --out "$out/needle.json"
-      limited 150 needle-128k $ccq eval needle "$out/needle-model/model" --tasks niah_single_1 --lengths 131072 --limit 2 \
-        --batch-size 1 --out "$out/needle-128k.json"
+    answers)
+      limited 200 answers "${PYTHON:-python}" benchmarks/answers.py --out "$out/answers.json"
       ;;
     *) echo "unknown part $part" >&2; exit 2 ;;
   esac

@@ -883,7 +883,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="the paper's lengths for runs with the correction off, to 100K; compare --read on and --read off",
     )
     needle.add_argument("--hub-essays", action="store_true", help="haystacks of the essays that RULER uses")
-    needle.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="prompts; default 8")
+    needle.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="prompts; default 32")
     needle.add_argument("--limit", type=_positive, default=500, metavar="N", help="samples a cell; default 500")
     for name, text in (
         ("language", "the nine tasks of the paper's table 2, and the mean of seven"),

@@ -50,6 +50,32 @@ def test_files_come_in_the_order_of_their_names_and_both_schemas_are_read(tmp_pa
     assert page.count("## ") == 2
 
 
+def test_the_figures_of_long_prompts(tmp_path: Path) -> None:
+    figures = {
+        "schema": "ccq-bench-answers/1",
+        "settings": {
+            "arm": "gla+ccq",
+            "scale": "60m",
+            "length": 4096,
+            "samples": 8,
+            "batch_size": 4,
+            "answer_tokens": 20,
+        },
+        "environment": {"torch": "2.11.0", "ccq": "0.1.0"},
+        "gpu": {"card": "A card", "cuda": None, "driver": None, "triton": None, "fla": None},
+        "reading_tokens_per_second": 160_000.0,
+        "apart": {"samples_per_second": 31.25, "prompt_tokens_per_second": 128_000.0, "share_of_reading": 0.8},
+        "long": [{"tokens": 131_072, "seconds": 1.5, "peak_bytes": 3 * 2**30}],
+    }
+    (tmp_path / "answers-x.json").write_text(json.dumps(figures))
+    page = speed_page(tmp_path)
+    assert "## Answers to long prompts: A card, gla+ccq, 60m" in page
+    assert "8 prompts of 4096 tokens in batches of 4, answers of 20 tokens" in page
+    assert "Reading speed: 160,000 tokens/s." in page
+    assert "| apart | 31.2 | 128,000 | 0.80 |" in page and "| together |" not in page
+    assert "| 131,072 | 1.50 | 3.00 |" in page
+
+
 def test_a_folder_without_files_and_a_strange_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no file operator\*\.json or layer\*\.json or model\*\.json"):
         speed_page(tmp_path)

@@ -17,6 +17,7 @@ SCHEMAS = {
     "layer": ("ccq-bench-layer/1",),
     "model": ("ccq-bench-model/1",),
     "decode": ("ccq-bench-decode/1",),
+    "answers": ("ccq-bench-answers/1",),
 }
 """Accepted schemas of the files KIND*.json, in the order of the page."""
 PASS_NAMES = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -75,9 +76,16 @@ ratio of 1.54.
 """
 
 
+ANSWERS_EXPLANATION = """\
+The loop of `ccq eval needle` on random tokens and weights (benchmarks/answers.py), against reading alone in calls of as
+many tokens. Apart: prompts without a common beginning. Together: prompts that differ from a place on, evenly spread, as
+one haystack with a needle makes them, whose common beginnings are read once; they can be above 1.
+"""
+
+
 def speed_page(folder: Path) -> str:
-    """The page, from the files operator*.json, layer*.json, model*.json and decode*.json of `folder`, each kind in the
-    order of its names.
+    """The page, from the files operator*.json, layer*.json, model*.json, decode*.json and answers*.json of `folder`,
+    each kind in the order of its names.
 
     Raises ValueError for a folder without such files and for a file of an unknown schema.
     """
@@ -90,7 +98,12 @@ def speed_page(folder: Path) -> str:
             if kind == "operator":
                 section = _gpu_section if "functions" in figures else _cpu_section
             else:
-                section = {"layer": _layer_section, "model": _model_section, "decode": _decode_section}[kind]
+                section = {
+                    "layer": _layer_section,
+                    "model": _model_section,
+                    "decode": _decode_section,
+                    "answers": _answers_section,
+                }[kind]
             sections.append(section(path.name, figures))
     if len(sections) == 1:
         raise ValueError(
@@ -395,6 +408,35 @@ def _decode_row(row: dict[str, Any]) -> tuple[str, ...]:
     cells.append("-" if state is None else f"{state / 2**20:.2f}")
     cells.append("-" if peak is None else f"{peak / 2**30:.2f}")
     return tuple(cells)
+
+
+def _answers_section(name: str, figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    text = (
+        f"## Answers to long prompts: {figures['gpu']['card']}, {settings['arm']}, {settings['scale']}\n\n"
+        f"{settings['samples']} prompts of {settings['length']} tokens in batches of {settings['batch_size']}, answers "
+        f"of {settings['answer_tokens']} tokens, bfloat16; {_made_with(figures)} "
+        f"([{name}](../benchmarks/results/{name})).\n\n{ANSWERS_EXPLANATION}"
+        f"\nReading speed: {figures['reading_tokens_per_second']:,.0f} tokens/s.\n"
+    )
+    rows = (
+        (
+            kind,
+            f"{found['samples_per_second']:.1f}",
+            f"{found['prompt_tokens_per_second']:,.0f}",
+            f"{found['share_of_reading']:.2f}",
+        )
+        for kind in ("apart", "together")
+        if (found := figures.get(kind)) is not None
+    )
+    text += "\n" + _table(("prompts", "samples/s", "prompt tokens/s", "of reading speed"), rows)
+    if figures.get("long"):
+        lines = (
+            (f"{row['tokens']:,}", f"{row['seconds']:.2f}", f"{row['peak_bytes'] / 2**30:.2f}")
+            for row in figures["long"]
+        )
+        text += "\n" + _table(("one prompt of", "seconds", "peak GiB"), lines)
+    return text
 
 
 def _ratio(value: float | None) -> str:
