@@ -46,9 +46,17 @@ class CombaRead(ReadStep):
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
         strength = self.strength if self.factors is None else self.strength * self.factors
-        result = comba_query(q, k, strength, mask=mask, cu_seqlens=cu_seqlens, normalize=self._normalize(normalized))
-        assert result.correction is not None
-        self._observe(q, strength.expand(q.shape[:3]), result.correction, mask, normalized)
+        result = comba_query(
+            q,
+            k,
+            strength,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            normalize=self._normalize(normalized),
+            return_correction=self.observer is not None,
+        )
+        if result.correction is not None:
+            self._observe(q, strength.expand(q.shape[:3]), result.correction, mask, normalized)
         return ReadResult(result.query, None)
 
     @property

@@ -61,8 +61,10 @@ class MesaRead(ReadStep):
             mask=mask,
             cu_seqlens=cu_seqlens,
             normalize=self._normalize(normalized),
+            return_correction=self.observer is not None or self.factors is not None,
         )
-        assert result.correction is not None
+        if result.correction is None:
+            return ReadResult(result.query, result.statistics)
         self._observe(q, self._multiplied(1.0, q), result.correction, mask, normalized)
         query = self._multiplied_query(result.query, q, 1.0, result.correction, normalized)
         return ReadResult(query, result.statistics)

@@ -32,6 +32,6 @@ class NormalizeRead(ReadStep):
     ) -> ReadResult:
         """As `ReadStep.forward`; there is no state."""
         query = self._query_before(q, normalized)
-        if self.enabled:
+        if self.enabled and self.observer is not None:
             self._observe(q, 0.0, query.new_zeros(query.shape), mask, normalized)
         return ReadResult(query, None)

@@ -58,9 +58,11 @@ class OperatorReadStep(GatedReadStep):
             mask=mask,
             cu_seqlens=cu_seqlens,
             normalize=self._normalize(normalized),
+            return_correction=self.observer is not None or self.factors is not None,
             **self._own_arguments(log_decay),
         )
-        assert result.correction is not None
+        if result.correction is None:
+            return ReadResult(result.query, result.statistics)
         self._observe(q, self._multiplied(lam, q), result.correction, mask, normalized)
         query = self._multiplied_query(result.query, q, lam, result.correction, normalized)
         return ReadResult(query, result.statistics)

@@ -52,7 +52,9 @@ class RandomRead(CurvatureConditionedQuery):
         """As `ReadStep.forward`; the state is the statistics of the turned keys."""
         options: dict[str, Any] = {"statistics": statistics, "mask": mask, "cu_seqlens": cu_seqlens}
         if self.enabled:
-            k = torch.einsum("hij,bthj->bthi", self.rotation.to(k.dtype), k)
+            # One product a head, of which only the result is copied: the operator wants it in the order of k.
+            turned = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.rotation.to(k.dtype).mT)
+            k = turned.transpose(0, 1).unflatten(0, k.shape[:2])
         return super().forward(q, k, presplit_query=presplit_query, normalized=normalized, **options)
 
     @property

@@ -11,7 +11,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from ccq.nn.read import CurvatureConditionedQuery, Normalized, QueryInParts, ReadResult
-from ccq.ops.query import KeyStatistics, curvature_conditioned_query
+from ccq.ops.query import KeyStatistics
+from ccq.ops.reads import query_in_parts
 
 
 class TwoReads(CurvatureConditionedQuery):
@@ -34,11 +35,14 @@ class TwoReads(CurvatureConditionedQuery):
             return ReadResult(self._query_before(q, normalized), None)
         options: dict[str, Any] = {"statistics": statistics, "mask": mask, "cu_seqlens": cu_seqlens}
         lam = self._multiplied(self._strength(q, presplit_query, normalized=normalized, **options), q)
-        result = curvature_conditioned_query(
-            q, k, lam, normalize=self._normalize(normalized), return_correction=True, **options
+        parts = query_in_parts(
+            q,
+            k,
+            lam,
+            normalize=self._normalize(normalized),
+            return_correction=self.observer is not None,
+            **options,
         )
-        assert result.correction is not None
-        self._observe(q, lam, result.correction, mask, normalized)
-        strength = lam.unsqueeze(-1) if isinstance(lam, Tensor) else lam
-        parts = QueryInParts(self._query_before(q, normalized), (strength * result.correction).to(q.dtype))
-        return ReadResult(cast(Tensor, parts), result.statistics)
+        if parts.correction is not None:
+            self._observe(q, lam, parts.correction, mask, normalized)
+        return ReadResult(cast(Tensor, QueryInParts(parts.kept, parts.removed)), parts.statistics)

@@ -30,12 +30,12 @@ MAX_SIZE = 256
 """The largest D of the kernels."""
 
 
-def is_supported(q: Tensor) -> bool:
-    """Whether the kernels take input like q."""
-    return q.dtype != torch.float64 and q.shape[-1] <= MAX_SIZE
+def is_supported(q: Tensor, max_size: int = MAX_SIZE) -> bool:
+    """Whether the kernels, of which some take smaller heads only, take input like q."""
+    return q.dtype != torch.float64 and q.shape[-1] <= max_size
 
 
-def check_supported(q: Tensor) -> None:
+def check_supported(q: Tensor, max_size: int = MAX_SIZE) -> None:
     """Refuse what the kernels do not take."""
     if not TRITON_INSTALLED:
         raise ImportError(
@@ -45,8 +45,8 @@ def check_supported(q: Tensor) -> None:
         raise TypeError(
             "backend 'triton' takes float32, float16 or bfloat16, got float64; take backend='torch' for float64"
         )
-    if q.shape[-1] > MAX_SIZE:
-        raise ValueError(f"backend 'triton' takes D up to {MAX_SIZE}, got {q.shape[-1]}; take backend='torch'")
+    if q.shape[-1] > max_size:
+        raise ValueError(f"backend 'triton' takes D up to {max_size}, got {q.shape[-1]}; take backend='torch'")
 
 
 def _kernels() -> ModuleType:
@@ -61,8 +61,8 @@ def _padding() -> ModuleType:
     return padding
 
 
-def _step(q: Tensor) -> ModuleType:
-    """The module of the one-token kernel, once it is sure that kernels can run on the device of q."""
+def check_device(q: Tensor) -> None:
+    """Refuse tensors on a CPU, unless Triton's interpreter is on."""
     from ccq.ops.query import step
 
     if not q.is_cuda and not step.interpreted():
@@ -70,6 +70,13 @@ def _step(q: Tensor) -> ModuleType:
             f"backend 'triton' needs tensors on a GPU, got {q.device}; on a CPU it runs in Triton's interpreter only: "
             "set the environment variable TRITON_INTERPRET=1 before the first call, or take backend='torch'"
         )
+
+
+def _step(q: Tensor) -> ModuleType:
+    """The module of the one-token kernel, once it is sure that kernels can run on the device of q."""
+    check_device(q)
+    from ccq.ops.query import step
+
     return step
 
 

@@ -129,7 +129,8 @@ def _load_part(pointer, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: 
     """[ROWS, WIDTH] of one head, from the row at `pointer` and column `side` on; zeros past `left` rows and past D."""
     row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
     mask = (row < left)[:, None]
-    if D % WIDTH != 0:
+    # Blocks are at least 16 columns wide, so one of 8 may be the half that D = 8 does not fill.
+    if D % WIDTH != 0 or D < 16:
         mask = mask & (column < D)
     return tl.load(pointer + (row[:, None] * (H * D) + column), mask=mask, other=0.0)
 
@@ -139,7 +140,7 @@ def _store_part(pointer, x, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     """The counterpart of `_load_part`; converts to the type of the memory."""
     row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
     mask = (row < left)[:, None]
-    if D % WIDTH != 0:
+    if D % WIDTH != 0 or D < 16:
         mask = mask & (column < D)
     tl.store(pointer + (row[:, None] * (H * D) + column), x.to(pointer.dtype.element_ty), mask=mask)
 
@@ -1156,11 +1157,28 @@ def backward(
     """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it, and the gradients
     of the states are empty without `state_gradients`.
     """
-    launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
     x, strength = dy.to(q.dtype), -gate.float()
     if dr is not None:
         x = (dr + strength.unsqueeze(-1) * dy).to(q.dtype)
         strength = torch.ones_like(strength)
+    gradients = backward_through(
+        q, k, x, strength, dy, d_moment, d_total, kept, second_moment, count, plan, config, unit_queries=unit_queries,
+        unit_keys=unit_keys, centred=centred, state_gradients=state_gradients,
+    )  # fmt: skip
+    if dr is None or kept.correction is None:
+        return gradients
+    return gradients._replace(gate=-(dy.float() * kept.correction).sum(-1))
+
+
+def backward_through(
+    q: Tensor, k: Tensor, x: Tensor, strength: Tensor, dy: Tensor, d_moment: Tensor | None, d_total: Tensor,
+    kept: Kept, second_moment: Tensor | None, count: Tensor, plan: Plan, config: Configuration, *, unit_queries: bool,
+    unit_keys: bool, centred: bool, state_gradients: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients where strength [B, T, H] float32 times x [B, T, H, D] in the dtype of q reaches the correction r,
+    and dy reaches the query before it. That of the gate is -x . r.
+    """
+    launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
 
     def launch_all() -> Gradients:
         unit, key_reciprocal, _ = launch.unit_keys(k)
@@ -1194,7 +1212,4 @@ def backward(
         )  # fmt: skip
         return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
 
-    gradients = launch.compiled(launch_all, "backward", dy.dtype, dr is not None, d_moment is not None, state_gradients)
-    if dr is None or kept.correction is None:
-        return gradients
-    return gradients._replace(gate=-(dy.float() * kept.correction).sum(-1))
+    return launch.compiled(launch_all, "backward", dy.dtype, d_moment is not None, state_gradients)

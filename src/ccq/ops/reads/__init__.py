@@ -15,12 +15,14 @@ from ccq.ops.reads.query_weighted import LandmarkStatistics, query_weighted_quer
 from ccq.ops.reads.raw import raw_query
 from ccq.ops.reads.richardson import richardson_query
 from ccq.ops.reads.trace import trace_query
+from ccq.ops.reads.two_parts import QueryParts, query_in_parts
 
 __all__ = [
     "DecayedKeyStatistics",
     "DecayedSecondMoment",
     "KeyMean",
     "LandmarkStatistics",
+    "QueryParts",
     "QueryResult",
     "ReadOptions",
     "comba_query",
@@ -29,6 +31,7 @@ __all__ = [
     "exponential_query",
     "mean_query",
     "mesa_query",
+    "query_in_parts",
     "query_weighted_query",
     "raw_query",
     "richardson_query",

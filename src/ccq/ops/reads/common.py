@@ -31,8 +31,8 @@ class QueryResult(NamedTuple):
     query: Tensor
     """[B, T, H, D], in the dtype of q or as asked for."""
     correction: Tensor | None
-    """[B, T, H, D] float32 (float64 for float64 input): the query is what it was before, minus gate * correction. Not
-    given by backend "reference".
+    """[B, T, H, D] float32 (float64 for float64 input): the query is what it was before, minus gate * correction. None
+    unless asked for, and not given by backend "reference".
     """
     statistics: Any
     """The state after the last token of each sequence, of the kind that the read step takes."""
@@ -53,6 +53,8 @@ class ReadOptions(TypedDict, total=False):
     """L2-normalise q and k (True, the default), "queries" or "keys" only, or neither (False)."""
     query_dtype: torch.dtype | None
     """Of the query that comes back: that of q (None), or float32 (float64 for float64 input)."""
+    return_correction: bool
+    """Also return the correction (the default). Training has no use for it, and it is as large as q in float32."""
     backend: str
     """"reference" is the loop over tokens that defines the result; "auto" is the fastest for device and input."""
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ccq.ops.reads.common import QueryResult, tokens_seen
-from ccq.ops.reads.covariance import Answer, Covariance, covariance_read
+from ccq.ops.reads.common import QueryResult
 from ccq.ops.reads.reference import times
+from ccq.ops.reads.scaled import ScaledInputs, scaled_read
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 def raw_query(q: Tensor, k: Tensor, gate: Tensor | float, **options: Unpack[ReadOptions]) -> QueryResult:
     """q - gate * t Sigma q. Arguments: see `ccq.ops.reads.ReadOptions`; `statistics` are KeyStatistics."""
-    return covariance_read(_formula, _answer, q, k, gate, **options)
+    return scaled_read(_formula, _factor, q, k, gate, **options)
 
 
 def _formula(query: Tensor, covariance: Tensor, gate: Tensor, seen: Tensor) -> Tensor:
     return query - gate * seen * times(covariance, query)
 
 
-def _answer(sigma: Covariance) -> Answer:
-    inputs = sigma.inputs
-    pushed, last = sigma.times(inputs.query, inputs.dtype)
-    correction = tokens_seen(inputs, sigma.statistics.count).unsqueeze(-1) * pushed
-    return Answer(inputs.query - inputs.gate * correction, correction, last)
+def _factor(inputs: ScaledInputs) -> Tensor:
+    return inputs.tokens_seen().unsqueeze(-1)

@@ -1,7 +1,7 @@
 """richardson: K steps of Richardson's iteration for (I + lambda Sigma) x = q, started at x = q.
 
 x <- x + (q - (I + lambda Sigma) x) = q - lambda Sigma x. One step is the Curvature-Conditioned Query; the limit, for
-lambda |Sigma| < 1, is the read step "exact".
+lambda |Sigma| < 1, is the read step "exact". K steps are the polynomial 1 - x + x^2 - ... of degree K in lambda Sigma.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ccq.ops.reads.common import QueryResult, check_number
-from ccq.ops.reads.covariance import Answer, Covariance, covariance_read
+from ccq.ops.reads.covariance import Polynomial, covariance_read
 from ccq.ops.reads.reference import times
 
 if TYPE_CHECKING:
@@ -34,13 +34,4 @@ def richardson_query(
             x = query - gate * times(covariance, x)
         return x
 
-    def answer(sigma: Covariance) -> Answer:
-        inputs = sigma.inputs
-        x = correction = inputs.query
-        last = sigma.statistics
-        for _ in range(steps):
-            correction, last = sigma.times(x, inputs.dtype)
-            x = inputs.query - inputs.gate * correction
-        return Answer(x, correction, last)
-
-    return covariance_read(formula, answer, q, k, gate, **options)
+    return covariance_read(formula, lambda dtype: Polynomial((1.0,) * steps), q, k, gate, **options)

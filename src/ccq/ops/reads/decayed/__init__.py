@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import check_device, check_input, describe, values_can_be_read
+from ccq.ops.checks import accumulation_dtype, check_device, check_input, describe, values_can_be_read
 from ccq.ops.layout import ChunkLayout
 from ccq.ops.reads.common import ReadInputs, scan
 
@@ -78,7 +78,7 @@ class DecayedChunks(NamedTuple):
 
 def head_decay(log_decay: Tensor | None, like: Tensor) -> Tensor:
     """log_decay [B, T, H] of each head, or [B, T, H, X] of its X parts -> that of each head, the mean of its parts, in
-    the dtype of `like` [B, T, H, D].
+    the dtype of sums over `like` [B, T, H, D].
     """
     if log_decay is None:
         raise ValueError(
@@ -89,5 +89,6 @@ def head_decay(log_decay: Tensor | None, like: Tensor) -> Tensor:
     check_device("log_decay", log_decay, like)
     if values_can_be_read(log_decay) and log_decay.numel() and not log_decay.detach().max() <= 0:
         raise ValueError(f"log_decay must be at most 0, got {float(log_decay.detach().max())} in {describe(log_decay)}")
-    log_decay = log_decay.to(like.dtype)
-    return log_decay.mean(-1) if log_decay.ndim == 4 else log_decay
+    log_decay = log_decay.to(accumulation_dtype(like.dtype))
+    # The gradient of a mean is written out for every part, that of a sum is the same number seen X times.
+    return log_decay.sum(-1) / log_decay.shape[-1] if log_decay.ndim == 4 else log_decay

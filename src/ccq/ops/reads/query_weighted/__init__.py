@@ -19,10 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import accumulation_dtype, check_device, check_shape
+from ccq.ops.checks import accumulation_dtype, check_backend, check_device, check_input, check_shape
+from ccq.ops.query import BACKENDS
+from ccq.ops.query.arguments import check_gate
 from ccq.ops.query.reference import NORM_EPSILON, l2_normalize
 from ccq.ops.reads.common import QueryResult, ReadInputs, check_read_state, read_inputs, scan
+from ccq.ops.reads.query_weighted.operator import MAX_LANDMARKS, MAX_SIZE, query_weighted_read
 from ccq.ops.reads.reference import read_loop, times
+from ccq.ops.reads.triton_backend import check_call, choose_backend
 
 
 class LandmarkStatistics(NamedTuple):
@@ -52,11 +56,24 @@ def query_weighted_query(
     mask: Tensor | None = None,
     normalize: bool | str = True,
     query_dtype: torch.dtype | None = None,
+    return_correction: bool = True,
     backend: str = "auto",
 ) -> QueryResult:
     """q - gate * Cov_p(q) q. Arguments: see `ccq.ops.reads.ReadOptions`, and landmarks [H, R, D]. With
     normalize="keys", which leaves q its length, the result is that of the unit query times |q|.
     """
+    check_backend(backend, BACKENDS)
+    check_input("q", q, ("B", "T", "H", "D"))
+    check_shape("landmarks", landmarks, (q.shape[2], "R", q.shape[3]))
+    check_device("landmarks", landmarks, q)
+    if _choose(backend, q, landmarks) == "triton":
+        call = check_call(q, k, cu_seqlens=cu_seqlens, mask=mask, normalize=normalize, query_dtype=query_dtype)
+        statistics = _state(statistics, call.sequences, landmarks, q)
+        query, found, *rest = query_weighted_read(
+            q, k, check_gate(gate, q), landmarks, *statistics, call.mask, call.boundaries, call.unit_queries,
+            call.unit_keys, return_correction, call.query_dtype != q.dtype,
+        )  # fmt: skip
+        return QueryResult(query, found if return_correction else None, LandmarkStatistics(*rest[:2]))
     inputs = read_inputs(
         q,
         k,
@@ -67,15 +84,8 @@ def query_weighted_query(
         query_dtype=query_dtype,
         backend=backend,
     )
-    heads, size = q.shape[2:]
-    check_shape("landmarks", landmarks, (heads, "R", size))
-    check_device("landmarks", landmarks, q)
     landmarks = landmarks.to(inputs.query.dtype)
-    count = landmarks.shape[1]
-    if statistics is None:
-        statistics = LandmarkStatistics.zeros(inputs.sequences, heads, count, size, dtype=q.dtype, device=q.device)
-    first = (inputs.sequences, heads, count)
-    check_read_state(statistics, LandmarkStatistics, {"totals": (*first, size), "shares": first}, q)
+    statistics = _state(statistics, inputs.sequences, landmarks, q)
     with torch.autocast(q.device.type, enabled=False):
         unit, length = inputs, torch.ones((), dtype=inputs.query.dtype, device=q.device)
         if normalize == "keys":
@@ -86,7 +96,28 @@ def query_weighted_query(
             return QueryResult(inputs.finish(length * query), None, last)
         correction, last = _chunked(unit, landmarks, statistics)
         correction = length * correction
-        return QueryResult(inputs.finish(inputs.query - inputs.gate * correction), correction, last)
+        query = inputs.finish(inputs.query - inputs.gate * correction)
+        return QueryResult(query, correction if return_correction else None, last)
+
+
+def _choose(backend: str, q: Tensor, landmarks: Tensor) -> str:
+    """The backend that "auto" stands for. Refuses what the kernels do not take, where they were asked for."""
+    chosen, count = choose_backend(backend, q, MAX_SIZE), landmarks.shape[1]
+    if chosen != "triton" or count <= MAX_LANDMARKS:
+        return chosen
+    if backend == "auto":
+        return "torch"
+    raise ValueError(f"backend 'triton' takes up to {MAX_LANDMARKS} landmarks, got {count}; take backend='torch'")
+
+
+def _state(statistics: LandmarkStatistics | None, sequences: int, landmarks: Tensor, q: Tensor) -> LandmarkStatistics:
+    """The state to start from."""
+    heads, count, size = landmarks.shape
+    if statistics is None:
+        return LandmarkStatistics.zeros(sequences, heads, count, size, dtype=q.dtype, device=q.device)
+    first = (sequences, heads, count)
+    check_read_state(statistics, LandmarkStatistics, {"totals": (*first, size), "shares": first}, q)
+    return statistics
 
 
 def _loop(inputs: ReadInputs, landmarks: Tensor, statistics: LandmarkStatistics) -> tuple[Tensor, LandmarkStatistics]:

@@ -11,9 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import accumulation_dtype
+from ccq.ops.checks import accumulation_dtype, check_backend, check_input
+from ccq.ops.query import BACKENDS
+from ccq.ops.query.arguments import check_gate
 from ccq.ops.reads.common import QueryResult, ReadInputs, check_read_state, read_inputs, running_sum, tokens_seen
+from ccq.ops.reads.mean.operator import mean_read
 from ccq.ops.reads.reference import read_loop
+from ccq.ops.reads.triton_backend import check_call, choose_backend
 
 
 class KeyMean(NamedTuple):
@@ -44,9 +48,24 @@ def mean_query(
     mask: Tensor | None = None,
     normalize: bool | str = True,
     query_dtype: torch.dtype | None = None,
+    return_correction: bool = True,
     backend: str = "auto",
 ) -> QueryResult:
     """q - gate * mu (mu . q), mu the mean of the keys so far. Arguments: see `ccq.ops.reads.ReadOptions`."""
+    check_backend(backend, BACKENDS)
+    check_input("q", q, ("B", "T", "H", "D"))
+    if choose_backend(backend, q) == "triton":
+        return _by_kernels(
+            q,
+            k,
+            gate,
+            statistics,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            normalize=normalize,
+            query_dtype=query_dtype,
+            return_correction=return_correction,
+        )
     inputs = read_inputs(
         q,
         k,
@@ -57,10 +76,7 @@ def mean_query(
         query_dtype=query_dtype,
         backend=backend,
     )
-    if statistics is None:
-        statistics = KeyMean.zeros(inputs.sequences, *q.shape[2:], dtype=q.dtype, device=q.device)
-    shapes = {"key_total": (inputs.sequences, *q.shape[2:]), "count": (inputs.sequences,)}
-    check_read_state(statistics, KeyMean, shapes, q)
+    statistics = _state(statistics, inputs.sequences, q)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":
             query, last = _loop(inputs, statistics)
@@ -69,7 +85,36 @@ def mean_query(
         mean = total / tokens_seen(inputs, statistics.count).unsqueeze(-1)
         correction = mean * torch.linalg.vecdot(mean, inputs.query).unsqueeze(-1)
         last = KeyMean(last_total, statistics.count + tokens_added(inputs))
-        return QueryResult(inputs.finish(inputs.query - inputs.gate * correction), correction, last)
+        query = inputs.finish(inputs.query - inputs.gate * correction)
+        return QueryResult(query, correction if return_correction else None, last)
+
+
+def _state(statistics: KeyMean | None, sequences: int, q: Tensor) -> KeyMean:
+    if statistics is None:
+        return KeyMean.zeros(sequences, *q.shape[2:], dtype=q.dtype, device=q.device)
+    check_read_state(statistics, KeyMean, {"key_total": (sequences, *q.shape[2:]), "count": (sequences,)}, q)
+    return statistics
+
+
+def _by_kernels(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | float,
+    statistics: KeyMean | None,
+    *,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    normalize: bool | str,
+    query_dtype: torch.dtype | None,
+    return_correction: bool,
+) -> QueryResult:
+    call = check_call(q, k, cu_seqlens=cu_seqlens, mask=mask, normalize=normalize, query_dtype=query_dtype)
+    statistics = _state(statistics, call.sequences, q)
+    query, correction, *last, _ = mean_read(
+        q, k, check_gate(gate, q), *statistics, call.mask, call.boundaries, call.unit_queries, call.unit_keys,
+        return_correction, call.query_dtype != q.dtype,
+    )  # fmt: skip
+    return QueryResult(query, correction if return_correction else None, KeyMean(*last))
 
 
 def _loop(inputs: ReadInputs, statistics: KeyMean) -> tuple[Tensor, KeyMean]:

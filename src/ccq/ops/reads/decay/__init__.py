@@ -16,10 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ccq.ops.checks import accumulation_dtype
+from ccq.ops.checks import accumulation_dtype, check_backend, check_input
+from ccq.ops.query import BACKENDS
+from ccq.ops.query.arguments import check_gate
 from ccq.ops.reads.common import QueryResult, ReadInputs, check_read_state, read_inputs
+from ccq.ops.reads.decay.operator import decay_read
 from ccq.ops.reads.decayed import DecayedChunks, head_decay
+from ccq.ops.reads.decayed.operator import MAX_SIZE
 from ccq.ops.reads.reference import read_loop, times
+from ccq.ops.reads.triton_backend import check_call, choose_backend
 
 
 class DecayedKeyStatistics(NamedTuple):
@@ -51,13 +56,28 @@ def decay_query(
     mask: Tensor | None = None,
     normalize: bool | str = True,
     query_dtype: torch.dtype | None = None,
+    return_correction: bool = True,
     backend: str = "auto",
 ) -> QueryResult:
     """q - gate * Sigma q with decayed statistics. Arguments: see `ccq.ops.reads.ReadOptions`, and
 
     log_decay: the backbone's, at most 0, [B, T, H] of each head or [B, T, H, X] of its X parts, of which the mean is
         taken; differentiable.
+
+    Backend "triton" takes D up to 128.
     """
+    check_backend(backend, BACKENDS)
+    check_input("q", q, ("B", "T", "H", "D"))
+    if choose_backend(backend, q, MAX_SIZE) == "triton":
+        call = check_call(q, k, cu_seqlens=cu_seqlens, mask=mask, normalize=normalize, query_dtype=query_dtype)
+        gate, log_decay = check_gate(gate, q), head_decay(log_decay, q)
+        if statistics is not None:
+            _check_statistics(statistics, call.sequences, q)
+        query, correction, *last = decay_read(
+            q, k, gate, log_decay, *((None,) * 3 if statistics is None else statistics), call.mask,
+            call.boundaries, call.unit_queries, call.unit_keys, return_correction, call.query_dtype != q.dtype,
+        )  # fmt: skip
+        return QueryResult(query, correction if return_correction else None, DecayedKeyStatistics(*last[:3]))
     inputs = read_inputs(
         q,
         k,
@@ -69,18 +89,22 @@ def decay_query(
         backend=backend,
     )
     log_decay = head_decay(log_decay, inputs.query)
-    heads, size = q.shape[2:]
     if statistics is None:
-        statistics = DecayedKeyStatistics.zeros(inputs.sequences, heads, size, dtype=q.dtype, device=q.device)
-    first = (inputs.sequences, heads)
-    shapes = {"second_moment": (*first, size, size), "total": (*first, size), "weight": first}
-    check_read_state(statistics, DecayedKeyStatistics, shapes, q)
+        statistics = DecayedKeyStatistics.zeros(inputs.sequences, *q.shape[2:], dtype=q.dtype, device=q.device)
+    _check_statistics(statistics, inputs.sequences, q)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "reference":
             query, last = _loop(inputs, log_decay, statistics)
             return QueryResult(inputs.finish(query), None, last)
         correction, last = _chunked(inputs, log_decay, statistics)
-        return QueryResult(inputs.finish(inputs.query - inputs.gate * correction), correction, last)
+        query = inputs.finish(inputs.query - inputs.gate * correction)
+        return QueryResult(query, correction if return_correction else None, last)
+
+
+def _check_statistics(statistics: DecayedKeyStatistics, sequences: int, q: Tensor) -> None:
+    first, size = (sequences, q.shape[2]), q.shape[3]
+    shapes = {"second_moment": (*first, size, size), "total": (*first, size), "weight": first}
+    check_read_state(statistics, DecayedKeyStatistics, shapes, q)
 
 
 def _loop(
