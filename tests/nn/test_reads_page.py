@@ -12,7 +12,8 @@ from ccq.nn.reads import READS, describe_reads
 from ccq.ops.reads.exact import steps_needed
 from ccq.ops.reads.exponential import terms_needed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reads.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reads.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_page() -> None:
@@ -21,7 +22,8 @@ def test_the_table_of_the_page() -> None:
         f"{row['state_bytes']:,} | {row['operations_per_token'] / 1e6:.2f} |"
         for row in describe_reads()
     ]
-    assert [line for line in PAGE.splitlines() if line.startswith("| `")] == expected
+    table, *_ = PAGE.partition("\n## ")
+    assert [line for line in table.splitlines() if line.startswith("| `")] == expected
     for name in READS:
         assert PAGE.count(f"`{name}`") >= 2, f"the page does not explain {name}"
 
@@ -31,6 +33,20 @@ def test_what_the_page_says_about_products() -> None:
     assert f"`exponential` {terms_needed(1.2e-7)} in float32, `exact` {steps_needed(1.0, 1.2e-7) + 2}" in PAGE
     assert READS["richardson"].options == {"steps": 3}
     assert READS["query-weighted"].options == {"landmarks": 8}
+
+
+def test_what_the_page_says_about_costs() -> None:
+    figures = json.loads((ROOT / "benchmarks/results/model-h200-reads.json").read_text(encoding="utf-8"))
+    times = {row["model"]: row["step_device"]["median_ms"] for row in figures["models"]}
+    backbone = times.pop("gla")
+    assert f"{backbone:.1f} ms without a read step" in PAGE
+    _, _, rest = PAGE.partition("## What they cost")
+    found = [line.split(" | ")[:3] for line in rest.splitlines() if line.startswith("| `")]
+    expected = sorted((time, name.removeprefix("gla+")) for name, time in times.items())
+    assert sorted(found) == sorted(
+        [f"| `{name}`", f"{time:.1f}", f"+{time / backbone - 1:.0%}".replace("%", " %")] for time, name in expected
+    )
+    assert [float(time) for _, time, _ in found] == sorted(float(time) for _, time, _ in found)
 
 
 def test_figures_by_hand() -> None:
