@@ -7,7 +7,9 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ import torch
 from tests.train import toy
 
 from ccq.processes import Processes
-from ccq.train import checkpoint, metrics
+from ccq.train import checkpoint, loop, metrics
 from ccq.train.checkpoint import Checkpoints
 from ccq.train.config import OptimizerRecipe
+from ccq.train.engine import Engine
 from ccq.train.loop import MOST_SKIPPED, Progress
 from ccq.train.metrics import read_metrics
 
@@ -64,6 +67,29 @@ def test_every_step_is_recorded(whole: Path) -> None:
     assert all(len(line["gate"]) == len(line["correction"]) == 1 for line in lines if "gate" in line)
     assert lines[0]["gate"] == pytest.approx([0.01], rel=0.05)
     assert lines[0]["gate_by_decay_alone"] == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.parametrize("log_every", [1, 2])
+def test_the_speed_is_that_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_every: int) -> None:
+    """By a clock on which a step takes a second, and looking at gates or measuring the held-out loss a thousand."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(loop, "time", clock)
+
+    def taking(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            clock.now += seconds
+            return work(*arguments, **options)
+
+        return timed
+
+    monkeypatch.setattr(loop, "observe_window", taking(1000, loop.observe_window))
+    monkeypatch.setattr(Engine, "measure", taking(1000, Engine.measure))
+    monkeypatch.setattr(Engine, "step", taking(1, Engine.step))
+    toy.run(tmp_path, log_every=log_every, observe_every=1, evaluate_every=2, checkpoint_every=100)
+    speeds = {line["step"]: line["tokens_per_second"] for line in read_metrics(tmp_path / "metrics.jsonl")}
+    assert toy.STEPS in speeds and len(speeds) >= toy.STEPS // log_every
+    for step, speed in speeds.items():
+        assert speed == pytest.approx(toy.BATCH * toy.LENGTH), step
 
 
 @pytest.mark.parametrize("stop", [1, 4])

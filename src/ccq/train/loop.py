@@ -190,19 +190,20 @@ class _Run:
         self.tokens += self.processes.count * sum(each.inputs.numel() for each in batch)
         if written == self.processes.count:
             self._name_checkpoint()
+        trained = time.perf_counter()
+        speed = (self.tokens - self.logged_tokens) / max(trained - self.logged_at, 1e-9)
         reads = (
             observe_window(self.engine, batch[0], window)
             if schedule.is_due(schedule.observe_every, self.step)
             else None
         )
-        now = time.perf_counter()
-        speed = (self.tokens - self.logged_tokens) / max(now - self.logged_at, 1e-9)
         device = self.processes.device
         utilization = model_flops_utilization(self._flops(window), speed / self.processes.count, self.peak)
         progress = Progress(self.step, result, speed, utilization, memory_bytes(device))
         held_out = self._held_out()
+        # The time of looking and measuring is no time of training.
+        self.logged_at += time.perf_counter() - trained
         if schedule.is_due(schedule.log_every, self.step) or not result.is_finite or held_out:
-            # The time of the measurement is no time of training.
             self.logged_at, self.logged_tokens = time.perf_counter(), self.tokens
             if self.processes.is_first:
                 values: dict[str, Any] = {
