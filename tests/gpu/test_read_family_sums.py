@@ -78,10 +78,16 @@ def test_errors_are_at_most_twice_the_yardstick(
 
 
 def check(case: Case, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
-    """Every output and gradient, those of the state among them, within the tolerance of the dtype."""
+    """Every output and gradient, those of the state among them, within the tolerance of the dtype.
+
+    In bfloat16 the gradient in q is that of the whole query. That of its change is the difference of two that are far
+    larger and rounded to bfloat16, and says nothing of the kernels: it was off by 9 to 54 %, where on the same numbers
+    that of the whole query is by 0.2 %, one rounding.
+    """
     given = to(case, dtype, "cuda")
     placed = {name: x.cuda() for name, x in options.items()}
     wide = {} if dtype == FLOAT else {"query_dtype": FLOAT}
+    placed["whole"] = dtype != FLOAT
     actual = run(given, backend="triton", **placed, **wide)
     exact = run(to(to(case, dtype), torch.float64, "cuda"), backend="torch", **placed)
     for name, value in exact.items():
@@ -110,7 +116,7 @@ def test_states_padding_and_packing(name: str, dtype: torch.dtype, size: Callabl
         to(case, dtype, "cuda"),
         backend="triton",
         mask=mask.cuda(),
-        **({} if dtype == FLOAT else {"query_dtype": FLOAT}),
+        **({} if dtype == FLOAT else {"query_dtype": FLOAT, "whole": True}),
     )
     for n, value in actual.items():
         real = mask.cuda() if n in ("change", "d_q") else slice(None)

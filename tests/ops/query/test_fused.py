@@ -254,16 +254,17 @@ def test_the_type_of_the_gate_is_free_and_its_gradient_has_it(dtype: torch.dtype
     assert_close("d_gate", actual["d_gate"], expected["d_gate"], max(TOLERANCE, torch.finfo(dtype).eps))
 
 
+@pytest.mark.usefixtures("gpu_rounding")
 @pytest.mark.parametrize("kind", ["flat", "common mean"])
-def test_float16_errs_at_most_twice_the_yardstick(kind: str) -> None:
-    # bfloat16 is tested on a GPU: the interpreter rounds it wrongly.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_errs_at_most_twice_the_yardstick(dtype: torch.dtype, kind: str) -> None:
     case = spread_keys(kind, make_case(1, 65, 1, 32, seen=0))
-    given, want = case.to(torch.float16), ("query", "correction")
+    given, want = case.to(dtype), ("query", "correction")
     actual = run(given, backend="triton", device=DEVICE, want=want)
     exact = run(given.to(torch.float64), backend="reference", want=want)
-    assert actual["query"].dtype == actual["d_q"].dtype == actual["d_k"].dtype == torch.float16
+    assert actual["query"].dtype == actual["d_q"].dtype == actual["d_k"].dtype == dtype
     assert actual["correction"].dtype == actual["second_moment"].dtype == torch.float32
-    for name, value in yardstick(case, torch.float16).items():
+    for name, value in yardstick(case, dtype).items():
         error, yard = relative_error(actual[name], exact[name]), relative_error(value, exact[name])
         assert error <= 2 * yard, f"{name}: {error:.2e} against {yard:.2e}"
 

@@ -59,8 +59,9 @@ def cases(dtype: torch.dtype, size: int) -> list[tuple[Any, dict[str, Any], int]
     ]
 
 
-def types_of(dtype: torch.dtype, kernel: Any) -> dict[str, str]:
-    number, state = NUMBERS[dtype], "bf16" if dtype == torch.bfloat16 else "fp32"
+def types_of(dtype: torch.dtype, kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
+    # Without means, states stay in float32.
+    number, state = NUMBERS[dtype], "bf16" if dtype == torch.bfloat16 and constants.get("CENTRED", True) else "fp32"
     types = dict.fromkeys(INTEGERS, "*i64") | dict.fromkeys(ROWS, f"*{number}") | {"steps": "i32"}
     if kernel is mesa_kernels._solve_kernel:
         return types
@@ -75,7 +76,7 @@ def main() -> None:
     found = []
     for size in map(int, sys.argv[4:]):
         for kernel, constants, warps in cases(dtype, size):
-            done = compiled(kernel, constants, types_of(dtype, kernel), warps, target)
+            done = compiled(kernel, constants, types_of(dtype, kernel, constants), warps, target)
             found.append([kernel.__name__, size, done.metadata.shared])
     print(json.dumps(found))
 

@@ -33,7 +33,7 @@ TOLERANCE = {"decay": 3e-6, "mesa": 1e-5}
 FLOOR = 1e-6
 """Absolute error allowed where the exact value is zero."""
 KINDS = {"decay": DecayedKeyStatistics, "mesa": DecayedSecondMoment}
-MASK = torch.tensor([[0] * 3 + [1] * 17 + [0] * 3, [0] * 22 + [1], [0] * 23])
+MASK = torch.tensor([[0] * 3 + [1] * 15 + [0], [0] * 18 + [1]])
 CONFIGURATION = kernels.configuration
 
 
@@ -171,15 +171,13 @@ def common_mean(case: Case) -> Case:
     return case.replace(k=0.95**0.5 * mean + 0.05**0.5 * noise)
 
 
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("tokens", [1, 17])
 @pytest.mark.parametrize("name", KINDS)
 def test_any_length(name: str, tokens: int) -> None:
     check(make_case(name, 1, tokens, 1, 16))
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "heads", "size"), [("decay", 1, 2, 5), ("mesa", 2, 2, 5), ("decay", 1, 1, 48)]
-)
+@pytest.mark.parametrize(("name", "rows", "heads", "size"), [("mesa", 2, 2, 5), ("decay", 1, 1, 48)])
 def test_any_size_from_nothing(
     monkeypatch: pytest.MonkeyPatch, name: str, rows: int, heads: int, size: int
 ) -> None:  # fmt: skip
@@ -225,7 +223,7 @@ def test_padding_is_exact_and_nothing_in_it_spreads(name: str) -> None:
         assert torch.equal(found[field], value), field
 
 
-@pytest.mark.parametrize("boundaries", [[0, 0, 5, 5, 23, 24, 24], [0], [0, 0], [0, 1]])
+@pytest.mark.parametrize("boundaries", [[0, 0, 5, 5, 23, 24, 24], [0], [0, 0]])
 @pytest.mark.parametrize("name", KINDS)
 def test_packed_documents(name: str, boundaries: list[int]) -> None:
     case = make_case(name, 1, boundaries[-1], 1, 5, sequences=len(boundaries) - 1)
@@ -245,8 +243,8 @@ def test_nothing_in_gives_nothing_out_and_the_state_back(name: str, shape: tuple
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_through_the_state_equal_those_of_the_whole(name: str) -> None:
-    case = make_case(name, 1, 40, 1, 5, seen=0).to(torch.float32)
-    weight = torch.randn(1, 40, 1, 5, dtype=torch.float64)
+    case = make_case(name, 1, 24, 1, 5, seen=0).to(torch.float32)
+    weight = torch.randn(1, 24, 1, 5, dtype=torch.float64)
     pieces = tuple(n for n in case.tensors if n != "ridge")
 
     def gradients(case: Case, cuts: list[int], backend: str, device: str) -> dict[str, Tensor]:
@@ -260,8 +258,8 @@ def test_gradients_through_the_state_equal_those_of_the_whole(name: str) -> None
         found = torch.autograd.grad((torch.cat(parts, 1) * weight).sum(), list(leaves.values()))
         return dict(zip(leaves, found, strict=True))
 
-    exact = gradients(case.to(torch.float64), [0, 40], "reference", "cpu")
-    for field, value in gradients(case, [0, 1, 19, 40], "triton", DEVICE).items():
+    exact = gradients(case.to(torch.float64), [0, 24], "reference", "cpu")
+    for field, value in gradients(case, [0, 1, 19, 24], "triton", DEVICE).items():
         assert_close(field, value, exact[field], TOLERANCE[name])
 
 
@@ -317,21 +315,28 @@ def test_a_few_steps_of_the_solver_are_those_of_the_chunked_form(steps: int) -> 
     assert_close("query", found.query.cpu(), expected.query, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["flat", "common mean"])
-@pytest.mark.parametrize("name", KINDS)
-def test_float16_errs_at_most_twice_the_yardstick(name: str, kind: str) -> None:
-    # bfloat16 is tested on a GPU: the interpreter rounds it wrongly.
-    case = make_case(name, 1, 65, 1, 32, seen=0, slow=0.2)
-    case = common_mean(case) if kind == "common mean" else case
-    given = case.to(torch.float16)
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("decay", torch.float16), *(("mesa", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))],
+)
+def test_errs_at_most_twice_the_yardstick(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """In chunks of the size that users get, for keys of nearly one direction: solved queries are nearly orthogonal to
+    it, so that forms of both cancel.
+    """
+    monkeypatch.setattr(kernels, "configuration", CONFIGURATION)
+    case = common_mean(make_case(name, 1, 130, 1, 64, seen=0, slow=0.1))
+    given = case.to(dtype)
     actual = run(given, device=DEVICE, backend="triton", want=("query",))
     exact = run(given.to(torch.float64), backend="reference", want=("query",))
-    assert actual["d_q"].dtype == actual["d_k"].dtype == torch.float16
+    assert actual["d_q"].dtype == actual["d_k"].dtype == dtype
     assert actual["correction"].dtype == actual["second_moment"].dtype == torch.float32
-    for field, value in yardstick(case, torch.float16).items():
+    for field, value in yardstick(case, dtype).items():
         error, yard = relative_error(actual[field], exact[field]), relative_error(value, exact[field])
         print(f"{field}: {error:.2e} against {yard:.2e}")
-        assert error <= 2 * yard, f"{field}: {error:.2e} against {yard:.2e}"
+        # Where rounding is all that is left of float32, twice that of another order of sums is too narrow.
+        limit = max(2 * yard, 5e-6 if dtype == torch.float32 else 0.0)
+        assert error <= limit, f"{field}: {error:.2e} against {yard:.2e}"
 
 
 def test_float16_takes_keys_and_states_of_any_size() -> None:
@@ -348,7 +353,7 @@ def test_float16_takes_keys_and_states_of_any_size() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
 @pytest.mark.parametrize("name", KINDS)
 def test_compiles_without_a_break_and_agrees(name: str) -> None:
-    case = make_case(name, 1, 20, 1, 16).to(torch.float32, DEVICE)
+    case = make_case(name, 1, 9, 1, 16).to(torch.float32, DEVICE)
 
     def read(*tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = dict(zip(case.tensors, tensors, strict=True))
@@ -369,10 +374,10 @@ def test_compiles_without_a_break_and_agrees(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_operators_keep_their_promises(name: str, kind: str) -> None:
     sequences = 3 if kind == "packed" else 1
-    case = make_case(name, 1, 20, 1, 16, sequences=sequences, parts=1).to(torch.float32, DEVICE)
+    case = make_case(name, 1, 9, 1, 16, sequences=sequences, parts=1).to(torch.float32, DEVICE)
     assert case.state is not None
-    mask = torch.arange(20, device=DEVICE)[None] > 2 if kind == "padded" else None
-    boundaries = [0, 3, 3, 20] if kind == "packed" else None
+    mask = torch.arange(9, device=DEVICE)[None] > 2 if kind == "padded" else None
+    boundaries = [0, 3, 3, 9] if kind == "packed" else None
     x = {n: t.requires_grad_(kind == "state") for n, t in case.tensors.items()}
     state = [t.requires_grad_(kind == "state") for t in case.state]
     decay = x["log_decay"].squeeze(-1).detach().requires_grad_(kind == "state")

@@ -44,6 +44,7 @@ OWN = ("mean", "query-weighted")
 NAMES = (*OWN, "trace", "raw")
 """And those that give the read step's own kernels another gate: few tests, because those take long here."""
 CONFIGURATION = kernels.configuration
+HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_any_length(name: str, tokens: int) -> None:
     check(make_case(name, 2 if tokens < 20 else 1, tokens))
 
 
-@pytest.mark.parametrize(("name", "features"), [*itertools.product(OWN, (8, 24)), ("trace", 8), ("raw", 24)])
+@pytest.mark.parametrize(("name", "features"), [("mean", 24), ("query-weighted", 24), ("trace", 8), ("raw", 24)])
 def test_any_size(name: str, features: int, size: Callable[[int], None]) -> None:
     size(features)
     check(make_case(name, 1, 21))
@@ -210,9 +211,15 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def outputs(given: Case, query: Tensor, correction: Tensor) -> dict[str, Tensor]:
-    """The correction, and the gradients of a linear function of the query."""
+    """The correction, and the gradients of a random linear function of the query.
+
+    Random, because weights that are all but constant along a row have the direction that the keys share, in which unit
+    keys hardly vary: everything in such gradients cancels. With those the chunked form of ccq-raw itself errs by 1e-4
+    in float32, and with these by 4e-6.
+    """
     leaves = {**given.tensors, **given.own}
-    weight = torch.linspace(-1, 1, query.numel(), dtype=torch.float64, device=query.device).sin().view(query.shape)
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(query.shape, generator=random, dtype=torch.float64).to(query.device)
     gradients = torch.autograd.grad((query.double() * weight).sum(), list(leaves.values()))
     return {
         "correction": correction.detach().cpu(),
@@ -220,22 +227,33 @@ def outputs(given: Case, query: Tensor, correction: Tensor) -> dict[str, Tensor]
     }
 
 
-@pytest.mark.parametrize(("name", "shared"), [*itertools.product(OWN, (0.7, 4.0)), ("trace", 0.7), ("raw", 0.7)])
-def test_float16_errs_at_most_twice_the_yardstick(name: str, shared: float, size: Callable[[int], None]) -> None:
-    """Also where keys share a large mean. bfloat16 is tested on a GPU: the interpreter rounds it wrongly."""
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize(
+    ("name", "dtype", "shared"),
+    [
+        *((name, HALF, shared) for name in OWN for shared in (0.7, 4.0)),
+        *((name, BRAIN, 0.7) for name in NAMES),
+        ("raw", HALF, 0.7),
+    ],
+    ids=str,
+)
+def test_half_precision_errs_at_most_twice_the_yardstick(
+    name: str, dtype: torch.dtype, shared: float, size: Callable[[int], None]
+) -> None:
+    """Also where keys share a large mean."""
     size(16)
     case = make_case(name, 1, 65, seen=0)
     case.tensors["k"] += shared - 0.7
-    low = to(case, torch.float16, DEVICE).map(lambda x: x.requires_grad_())
+    low = to(case, dtype, DEVICE).map(lambda x: x.requires_grad_())
     result = low.call(backend="triton")
-    assert result.query.dtype == torch.float16
+    assert result.query.dtype == dtype
     assert result.correction.dtype == torch.float32
     actual = outputs(low, result.query, result.correction)
-    high = to(to(case, torch.float16), torch.float64).map(lambda x: x.requires_grad_())
+    high = to(to(case, dtype), torch.float64).map(lambda x: x.requires_grad_())
     precise = high.call(backend="torch")
     exact = outputs(high, precise.query, precise.correction)
     failures = []
-    for field, value in yardstick(case, torch.float16).items():
+    for field, value in yardstick(case, dtype).items():
         error, yard = relative_error(actual[field], exact[field]), relative_error(value, exact[field])
         print(f"{field}: {error:.2e} against {yard:.2e}")
         if not error <= 2 * yard:
@@ -351,20 +369,19 @@ def parts_and_gradients(
     return {**{name: x.detach().cpu() for name, x in found.items()}, "count": seen.cpu()}
 
 
-@pytest.mark.parametrize("kind", ["dense", "state", "keys", "False", "padded", "packed"])
+@pytest.mark.parametrize("kind", ["dense", "keys", "padded", "packed"])
 def test_two_parts(kind: str) -> None:
     """Against the recurrence in float64; two heads, so that the gates of both are read where they belong."""
-    rows, tokens, size = (1, 20, 24) if kind in ("packed", "state") else (2, 20, 8)
+    rows, tokens, size = (1, 20, 24) if kind == "packed" else (2, 20, 8)
     sequences = 3 if kind == "packed" else rows
     case = make_read_step_case(rows, tokens, 2, size, sequences=sequences).to(torch.float32)
     options: dict[str, Any] = {
         "keys": {"normalize": "keys"},
-        "False": {"normalize": False},
         "padded": {"mask": torch.arange(tokens).expand(2, tokens) >= torch.tensor([[5], [0]])},
         "packed": {"cu_seqlens": torch.tensor([0, 0, 3, tokens])},
     }.get(kind, {})
     random = torch.Generator().manual_seed(0)
-    state = case.statistics if kind in ("state", "packed") else None
+    state = case.statistics if kind == "packed" else None
     shapes = [case.q.shape, case.q.shape, (sequences, 2, size, size), (sequences, 2, size)]
     weights = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
     weights[2] = weights[2] + weights[2].mT
@@ -414,7 +431,7 @@ def test_compiles_without_a_break_and_agrees(name: str) -> None:
             "strength": torch.rand(HEADS),
         }
     else:
-        case = to(make_case(name, 1, 20, seen=0), torch.float32)
+        case = to(make_case(name, 1, 20, seen=0, heads=1), torch.float32)
         tensors = {**case.tensors, **case.own}
     operator = comba_query if name == "comba" else test_reads.OPERATORS[name]
 
@@ -441,17 +458,17 @@ def count(*values: int) -> Tensor:
 
 
 OPERATORS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
-    "mean": (mean.mean_read, lambda: (*queries(17), given(1, 2, 16), count(3))),
-    "trace": (mean.inverse_trace, lambda: (given(1, 17, 2, 16), given(1, 2, 17), count(3))),
+    "mean": (mean.mean_read, lambda: (*queries(17), given(1, 1, 16), count(3))),
+    "trace": (mean.inverse_trace, lambda: (given(1, 17, 1, 16), given(1, 1, 17), count(3))),
     "query-weighted": (
         query_weighted.query_weighted_read,
-        lambda: (*queries(17), given(2, 3, 16), given(1, 2, 3, 16), given(1, 2, 3).detach().exp().requires_grad_()),
+        lambda: (*queries(17), given(1, 3, 16), given(1, 1, 3, 16), given(1, 1, 3).detach().exp().requires_grad_()),
     ),
 }
 
 
 def queries(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    return given(1, tokens, 2, 16), given(1, tokens, 2, 16), given(1, tokens, 2)
+    return given(1, tokens, 1, 16), given(1, tokens, 1, 16), given(1, tokens, 1)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -119,12 +119,16 @@ def before(case: Case, normalize: bool | str = True) -> Tensor:
     return l2_normalize(q) if normalize in (True, "queries") else q
 
 
-def run(case: Case, **options: Any) -> dict[str, Tensor]:
-    """The change of the query, the state, and the gradients of a random linear function of both."""
+def run(case: Case, *, whole: bool = False, **options: Any) -> dict[str, Tensor]:
+    """The change of the query, the state, and the gradients of a random linear function of both. With `whole` that in q
+    is the gradient of the query itself: it is what is rounded to the dtype of q, and may be far larger than that of the
+    change, of which it then says nothing.
+    """
     case = case.map(lambda x: x.detach().clone().requires_grad_(x.is_floating_point()))
     result = case.call(**options)
     fields = result.statistics._asdict()
-    change = result.query - before(case, options.get("normalize", True))
+    unit = before(case, options.get("normalize", True))
+    change = result.query - (unit.detach() if whole else unit)
     outputs = {"change": change, **{name: x for name, x in fields.items() if name != "count"}}
     random = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64)

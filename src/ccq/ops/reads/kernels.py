@@ -50,6 +50,14 @@ def unit_rows(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
+def rounded(x):
+    """The nearest float32 with the mantissa of tf32, for products in that: their units cut operands off by themselves,
+    which makes every product too small.
+    """
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def through_norm(gradient, unit, reciprocal, NORMALIZE: tl.constexpr):
     """The gradient in x of unit = x * reciprocal."""
     if NORMALIZE:

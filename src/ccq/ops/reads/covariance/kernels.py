@@ -32,6 +32,8 @@ launch more than the Curvature-Conditioned Query has, and for every pair two row
 read once (p) or twice (z). The scan takes the K pairs of a token for K tokens: their rows lie one after the other,
 sequences are K times as long, and the means that it multiplies with come out K times too small.
 
+States of float16 input are float32, as those of the read step, and are ROUNDed to the mantissa of tf32 before products.
+
 Everything else, the copies into blocks, the scans and their layout, is that of `ccq.ops.query.kernels`. Nothing is
 added atomically and no result depends on the order in which programs run. Addresses are 64-bit.
 """
@@ -49,6 +51,7 @@ from torch import Tensor
 from ccq.ops.query import kernels
 from ccq.ops.query.kernels import Configuration, Gradients, Launcher, Plan, _load_part, _sequence, _store_part, _tile
 from ccq.ops.query.reference import NORM_EPSILON
+from ccq.ops.reads.kernels import rounded
 
 
 @triton.jit
@@ -78,11 +81,13 @@ def _through_norm(b_dx, b_x, b_r):
 
 @triton.jit
 def _before(unit, covariances, vectors, block, h, seen, blocks, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-            BT: tl.constexpr):  # fmt: skip
+            BT: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     """The keys of a block; and the covariance and the mean of the `seen` keys before it."""
     column = tl.arange(0, BD)
     b_k = _tile(unit, (h * blocks.to(tl.int64) + block) * BT, 0, BD, BT, BD, False)
     b_c = _tile(covariances, (block * H + h) * BD, 0, BD, BD, BD, False)
+    if ROUND:
+        b_c = rounded(b_c)
     b_m = tl.load(vectors + (block * H + h) * D + column, mask=column < D, other=0.0)
     return b_k, b_c, b_m / tl.maximum(seen, 1).to(tl.float32)
 
@@ -142,6 +147,7 @@ def _polynomial_kernel(
     CORRECTION: tl.constexpr,
     KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    ROUND: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """query = q - gate c, and c with CORRECTION. With KEEP, z_s / t in place of both: [H, blocks, BT, K, BD]."""
@@ -157,7 +163,7 @@ def _polynomial_kernel(
     real = row < left
     seen = tl.load(count + n) + start
     b_it = 1.0 / tl.where(real, seen + row + 1, 1).to(tl.float32)
-    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT)
+    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT, ROUND)
     b_g = tl.load(gate + base + row * H, mask=real, other=0.0).to(tl.float32)
     b_q, _ = _unit_rows(q, base, left, BT, H, D, BD, NORMALIZE, EPS)
     place = kept + (h * blocks.to(tl.int64) + block) * BT * terms * BD
@@ -204,6 +210,7 @@ def _solution_kernel(
     CORRECTION: tl.constexpr,
     KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    ROUND: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """query = (I + gate Sigma)^-1 x = x - gate c, and c with CORRECTION. x are queries, which NORMALIZE normalises.
@@ -222,7 +229,7 @@ def _solution_kernel(
     real = row < left
     seen = tl.load(count + n) + start
     b_it = 1.0 / tl.where(real, seen + row + 1, 1).to(tl.float32)
-    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT)
+    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT, ROUND)
     b_g = tl.load(gate + base + row * H, mask=real, other=0.0).to(tl.float32)
     b_x, _ = _unit_rows(x, base, left, BT, H, D, BD, NORMALIZE and not KEEP, EPS)
     # The correction is summed rather than the solution, so that it is as exact where it is small. Directions are
@@ -287,6 +294,7 @@ def _adjoint_kernel(
     CORRECTION: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ROUND: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """The gradients of a block from its pairs; `kept` are z_s / t, and x is e_0.
@@ -310,7 +318,7 @@ def _adjoint_kernel(
     seen = tl.load(count + n) + start
     b_t = tl.where(real, seen + row + 1, 1).to(tl.float32)
     b_it = 1.0 / b_t
-    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT)
+    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT, ROUND)
     b_g = tl.load(gate + base + row * H, mask=real, other=0.0).to(tl.float32)
     b_x = _unit_rows(x, base, left, BT, H, D, BD, False, EPS)[0].to(b_k.dtype)
     b_l = -b_g
@@ -380,6 +388,7 @@ def _key_gradients_kernel(
     S: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """dk = what its own block gives + W (k - mu) + (W mu - w), with W, w and mu of what is behind the block. `means`
     are K times too small.
@@ -409,6 +418,8 @@ def _key_gradients_kernel(
         b_m = tl.load(m + part, mask=part < D, other=0.0) * b_t
         b_k = _tile(unit, key, d, BD, BT, BK, False).to(tl.float32) - b_m
         b_w = _tile(spreads, place * BD + d, 0, BD, BK, BD, False)
+        if ROUND:
+            b_k, b_w = rounded(b_k), rounded(b_w)
         b_dk = tl.dot(b_k.to(b_w.dtype), b_w, b_dk, input_precision=PRECISION)
     if NORMALIZE:
         b_k = _tile(unit, key, 0, BD, BT, BD, False).to(tl.float32)
@@ -467,8 +478,8 @@ def _run(launch: Launcher, kernel: Any, *arguments: Tensor, times: int, **consta
     """One program a block and head; `times` is how often it multiplies, or the number of pairs."""
     launch.run(
         kernel, (launch.blocks * launch.heads,), *arguments, *launch.sequences_of_blocks(), launch.blocks, times,
-        **launch.shape, **constants, PRECISION=launch.scanned["PRECISION"], num_warps=launch.config.read_warps,
-        num_stages=1,
+        **launch.shape, **constants, PRECISION=launch.scanned["PRECISION"], ROUND=launch.dtype == torch.float16,
+        num_warps=launch.config.read_warps, num_stages=1,
     )  # fmt: skip
 
 

@@ -51,6 +51,11 @@ The sum g of a chunk is kept in two float32 numbers, the second the rounding err
 sums is then as exact as a sum over the tokens between, and no exponent is above 0. Keys meet their decay to the end of
 the chunk as sqrt(w) k on both sides, so that sums of products stay symmetric, and the covariance that of keys.
 
+Without means, as mesa uses this, nothing is centred, and q and p are solutions of systems with M: nearly orthogonal to
+what the keys share. The forms p . M q and k . W k are then far smaller than their terms, and an error in an entry of M
+or W enters multiplied by the two components that q and p lack; that of q or of p itself by one of them. So M and W are
+kept in float32 and not rounded for these products (`form_dot`), and for float32 input they are summed in float64.
+
 Passes over tensors of the size of q, at D = C = 64 and in units of q in bfloat16: forward, k and its sums (1 + 2, in
 float32), the scan (2 + 1), q, k, states and query (4), so 10; backward q, k, the gradient, states, dq and sums (7),
 the scan (2 + 1 + 1), the same inputs, W and dk (5), so 16. The states before the chunks, D x D / C numbers a token and
@@ -153,6 +158,38 @@ def _decay_between(b_high, b_low, row, left):
 
 
 @triton.jit
+def double_dot(a, b):
+    """a b, summed in float64."""
+    return tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee").to(tl.float32)
+
+
+@triton.jit
+def _dot_of_sums(a, b, CENTRED: tl.constexpr, PRECISION: tl.constexpr):
+    """a b, a part of M or W: without means float32 input needs every digit that float32 can hold of them."""
+    if CENTRED or PRECISION != "ieee":
+        return tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return double_dot(a, b)
+
+
+@triton.jit
+def form_dot(a, b, PRECISION: tl.constexpr):
+    """a b for a sum over tokens b in float32, which is not rounded to the dtype of a: for half precision an entry is
+    two numbers of that dtype, scaled to its range.
+    """
+    if PRECISION == "ieee":
+        return double_dot(a, b)
+    else:
+        b_largest = tl.max(tl.max(tl.abs(b), 1), 0)
+        # 1e-30: where the reciprocal is still finite.
+        b_largest = tl.where(b_largest > 1e-30, b_largest, 1.0)
+        b *= 1.0 / b_largest
+        b_high = b.to(a.dtype)
+        acc = tl.dot(a, (b - b_high.to(tl.float32)).to(a.dtype), input_precision=PRECISION)
+        return tl.dot(a, b_high, acc, input_precision=PRECISION) * b_largest
+
+
+@triton.jit
 def _chunk_sums_kernel(
     k,
     log_decay,
@@ -194,7 +231,7 @@ def _chunk_sums_kernel(
     b_k, _ = _unit_keys(k, base, left, C, BD, H, D, NORMALIZE, EPS)
     b_root = tl.exp(0.5 * (b_all - b_g).to(tl.float32))
     b_k = (b_k.to(tl.float32) * b_root[:, None]).to(b_k.dtype)
-    _store_block(moments + where * BD * BD, tl.dot(tl.trans(b_k), b_k, input_precision=PRECISION), BD, BD)
+    _store_block(moments + where * BD * BD, _dot_of_sums(tl.trans(b_k), b_k, CENTRED, PRECISION), BD, BD)
     if CENTRED:
         # Of the rounded keys: it must be the mean of what the products see.
         tl.store(totals + where * BD + tl.arange(0, BD), tl.sum(b_k.to(tl.float32) * b_root[:, None], 0))
@@ -271,7 +308,7 @@ def _scan_sums_kernel(
         square = (where[:, None] * BD + r) * BD + column
         vector = where[:, None] * BD + column
         b_x = tl.load(moments + square, mask=inside[:, None], other=0.0)
-        b_state = tl.dot(b_between, b_x, input_precision=PRECISION) + b_before[:, None] * b_moment
+        b_state = _dot_of_sums(b_between, b_x, CENTRED, PRECISION) + b_before[:, None] * b_moment
         b_moment = b_all * b_moment + tl.sum(b_behind[:, None] * b_x, 0)
         if CENTRED:
             b_x = tl.load(totals + vector, mask=inside[:, None], other=0.0)
@@ -545,11 +582,14 @@ def _scan_gradients_kernel(
         square = (where[:, None] * BD + r) * BD + column
         vector = where[:, None] * BD + column
         b_x = tl.load(spreads + square, mask=inside[:, None], other=0.0)
-        b_w = tl.dot(b_between, b_x, input_precision=PRECISION) + b_before[:, None] * b_spread
+        b_w = _dot_of_sums(b_between, b_x, CENTRED, PRECISION) + b_before[:, None] * b_spread
         b_spread = b_all * b_spread + tl.sum(b_behind[:, None] * b_x, 0)
         tl.store(spreads_behind + square, b_w.to(spreads_behind.dtype.element_ty), mask=inside[:, None])
         b_state = tl.load(states + square, mask=inside[:, None], other=0.0).to(tl.float32)
-        b_scale = 0.5 * tl.sum(b_state * b_w, 1)
+        if CENTRED or PRECISION != "ieee":
+            b_scale = 0.5 * tl.sum(b_state * b_w, 1)
+        else:
+            b_scale = (0.5 * tl.sum(b_state.to(tl.float64) * b_w.to(tl.float64), 1)).to(tl.float32)
         if CENTRED:
             b_y = tl.load(leans + where * BD + r, mask=inside, other=0.0)
             b_v = tl.sum(b_between * b_y, 1) + b_before * b_lean
@@ -641,18 +681,19 @@ def _key_gradients_kernel(
 
     # Readers behind the chunk.
     b_f = b_k.to(tl.float32)
-    m, scale = totals, 1.0
     if CENTRED:
         m, scale = _total_behind(totals, weights, final_total, final_weight, where, n, h, left, C, BD, H, D)
         b_f -= tl.load(m + column, mask=column < D, other=0.0) * scale
-    acc = _times_state(
-        k + base * D, b_f, b_l, m, scale, spreads + where * BD * BD, left, C, BD, BK, H, D, CENTRED, PRECISION
-    )  # fmt: skip
-    b_e = 0.5 * tl.sum(b_f * acc, 1)
-    if CENTRED:
+        acc = _times_state(
+            k + base * D, b_f, b_l, m, scale, spreads + where * BD * BD, left, C, BD, BK, H, D, True, PRECISION
+        )  # fmt: skip
         b_pull = tl.load(pulls + where * BD + column)
+        b_e = 0.5 * tl.sum(b_f * acc, 1)
         b_e += tl.sum(b_f * b_pull, 1) + tl.sum(tl.load(levels + where * BD + column), 0)
         acc += b_pull
+    else:
+        acc = form_dot(b_k, tl.load(spreads + where * BD * BD + (column[:, None] * BD + column)), PRECISION)
+        b_e = 0.5 * tl.sum(b_f * acc, 1)
     b_e *= b_end
     acc *= b_end[:, None]
 
@@ -772,8 +813,9 @@ class Launcher:
         self.precision = "ieee" if single else "tf32"
         # Of products whose operands are sums in float32.
         self.scan_precision = "ieee" if single else "tf32x3"
-        # float16 has not the range for gradients: float32 states, read as tf32, whose mantissa is that of float16.
-        self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        # float16 has not the range for gradients: float32 states, read as tf32, whose mantissa is that of float16. A
+        # plain sum must not be rounded, only what is centred before.
+        self.state_dtype = torch.bfloat16 if centred and q.dtype == torch.bfloat16 else torch.float32
         self.shape = {"H": self.heads, "D": self.size, "BD": self.width, "C": self.config.chunk}
         self.parts = {"BK": min(self.width, PART)}
 
@@ -821,8 +863,7 @@ class Launcher:
             _chunk_sums_kernel, k, log_decay, high, low, moments, totals, weights, log_fades,
             NORMALIZE=self.unit_keys, CENTRED=self.centred,
         )  # fmt: skip
-        # Means are what is centred before it is rounded; a plain sum is left to whoever reads it.
-        states = self.squares(self.state_dtype if self.centred else torch.float32)
+        states = self.squares(self.state_dtype)
         before, last = (torch.empty_like(totals), torch.empty_like(weights)), self.state()
         # A pointer that a kernel does not use must still be one.
         self.run_scan(

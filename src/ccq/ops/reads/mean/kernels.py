@@ -139,8 +139,8 @@ def _trace_kernel(
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, UNIT_KEYS: tl.constexpr, PASS: tl.constexpr,
     FLOOR: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """PASS "forward": one over the trace, at least FLOOR, of each token; zero for the first key. "sums": those of v and e over each block, to
-    `after`. "keys": dk, with `after` now holding the sums behind each block.
+    """PASS "forward": one over the trace, at least FLOOR, of each token; zero for the first key. "sums": those of v and
+    e over each block, to `after`. "keys": dk, with `after` now holding the sums behind each block.
     """
     block, n, h, base, start, left = locate(begin, end, owner, block_start, H, BT)
     row, column = tl.arange(0, BT), tl.arange(0, BD)
@@ -235,8 +235,8 @@ def inverse_trace(
     k: Tensor, sums: Tensor, count: Tensor, mask: Tensor | None, boundaries: Sequence[int] | None, *,
     unit_keys: bool, floor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """1 / max(tr Sigma, floor) [B, T, H] float32, zero at a first key and at padding, and the sums before each block [blocks, H, D + 1];
-    `sums` [N, H, D + 1] are those before the call: of the keys, and of their squared lengths.
+    """1 / max(tr Sigma, floor) [B, T, H] float32, zero at a first key and at padding, and the sums before each block
+    [blocks, H, D + 1]; `sums` [N, H, D + 1] are those before the call: of the keys, and of their squared lengths.
     """
     launch = BlockLaunch(k, mask, boundaries)
     before, _ = _sums_before(launch, k, sums, unit_keys)

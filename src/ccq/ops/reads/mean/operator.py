@@ -173,8 +173,8 @@ def inverse_trace(
     unit_keys: bool,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
-    """1 / max(tr Sigma, floor) [B, T, H] float32, zero at a first key and at padding, and for the backward pass the sums
-    before each block of keys. sums [N, H, D + 1]: of the keys before the call, and of their squared lengths.
+    """1 / max(tr Sigma, floor) [B, T, H] float32, zero at a first key and at padding, and for the backward pass the
+    sums before each block of keys. sums [N, H, D + 1]: of the keys before the call, and of their squared lengths.
     """
     kernels = _kernels(k)
     with torch.cuda.device_of(k):

@@ -17,7 +17,10 @@ chunk is done after `steps` steps, or when the residuals of all its rows are far
 
 Backward. With dx the gradient in the solution, u_i = (H_i + Lambda)^-1 dx_i is the gradient in q_i: the same systems.
 The solution moves with -u_i . (dH_i + dLambda) x_i, so the gradient of Lambda is the sum of -u o x, and those of keys,
-decays and the state are the ones of the bilinear form p_i . H_i x_i with p = -u, which `decayed.kernels` derives.
+decays and the state are the ones of the bilinear form p_i . H_i x_i with p = -u, which `decayed.kernels` derives. Its
+part -e^g u . M x is a product with M as it was kept, not with the float16 numbers of the iteration, which would do for
+x and u but not for this form: both are small where M is large. (u . (q - Lambda x) would save the product, but the
+residuals that x and u still have enter it whole.)
 
 Each way takes three launches, as in `decayed.kernels`, and a sum of the chunks' shares of the gradient of Lambda. Kept
 for the backward pass are M before each chunk, in float32, and the solution.
@@ -42,6 +45,8 @@ from ccq.ops.reads.decayed.kernels import (
     Sums,
     _decay_between,
     _unit_keys,
+    double_dot,
+    form_dot,
 )
 from ccq.ops.reads.kernels import locate, through_norm, unit_rows
 
@@ -155,13 +160,18 @@ def _solve_kernel(
         b_q, b_l = unit_rows(_load_part(q + base * D, 0, left, C, BD, H, D), UNIT_QUERIES, EPS)
         tl.store(d_ridge + where * BD + column, -tl.sum(b_x * b_y, 0))
         b_length = tl.rsqrt(tl.maximum(tl.sum(b_y * b_y, 1), 1e-37))
-        b_v = tl.dot((b_y * b_length[:, None]).to(b_moment.dtype), b_moment, input_precision=PRECISION)
-        tl.store(share + token, -tl.sum(b_x * b_v, 1) * b_fade * (b_scale / b_length), mask=real)
+        # Loaded again, because what is on the chip is rounded.
+        b_moment = tl.load(states + where * BD * BD + (column[:, None] * BD + column))
+        b_v = form_dot((b_y * b_length[:, None]).to(b_k.dtype), b_moment, PRECISION)
+        tl.store(share + token, -tl.sum(b_x * b_v, 1) * (b_start / b_length), mask=real)
         b_u = b_x.to(q.dtype.element_ty)
         _store_part(dq + base * D, through_norm(b_x, b_q, b_l, UNIT_QUERIES), 0, left, C, BD, H, D)
         b_y = (-b_start[:, None] * b_y).to(q.dtype.element_ty)
-        b_spread = tl.dot(tl.trans(b_y), b_u, input_precision=PRECISION)
-        b_spread = tl.dot(tl.trans(b_u), b_y, b_spread, input_precision=PRECISION)
+        if HALF:
+            b_spread = tl.dot(tl.trans(b_y), b_u, input_precision=PRECISION)
+            b_spread = tl.dot(tl.trans(b_u), b_y, b_spread, input_precision=PRECISION)
+        else:
+            b_spread = double_dot(tl.trans(b_y), b_u) + double_dot(tl.trans(b_u), b_y)
         _store_block(spreads + where * BD * BD, b_spread, BD, BD)
     else:
         _store_part(solution + base * D, b_x, 0, left, C, BD, H, D)

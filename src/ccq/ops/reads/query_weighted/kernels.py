@@ -28,8 +28,9 @@ gradients e_ir = v_ir / c_ir of p u, da_ir of q_i . m_ir, and dc_ir of c_ir. The
 with y the gradient of softmax that dw gives. G and the sum of dc behind each block come from reverse scans.
 
 Products of a pair of rows of D columns take the dtype of the input in bfloat16; those with R, and all in float16, whose
-range is too small, take float32 numbers with the mantissa of tf32; float32 input takes IEEE products. All sums are
-float32; nothing is added atomically and no result depends on the order in which programs run. Addresses are 64-bit.
+range is too small, take float32 numbers with the mantissa of tf32, in float16 rounded to it and, where keys are not
+centred, all digits; float32 input takes IEEE products. All sums are float32; nothing is added atomically and no result
+depends on the order in which programs run. Addresses are 64-bit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from torch import Tensor
 from ccq.ops.query import kernels
 from ccq.ops.query.kernels import _load_part, _store_part
 from ccq.ops.query.padding import clear_gradients, fill_outputs
-from ccq.ops.reads.kernels import BlockLaunch, locate, suffix_sums, through_norm, unit_rows
+from ccq.ops.reads.kernels import BlockLaunch, locate, rounded, suffix_sums, through_norm, unit_rows
 
 
 @triton.jit
@@ -75,11 +76,25 @@ def _token_part(vector, left, H: tl.constexpr, R: tl.constexpr, BT: tl.constexpr
 
 
 @triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr, CENTRED: tl.constexpr = True):
+    """acc + a b. PRECISION "rounded": of numbers rounded to tf32; but of all their digits where keys are not CENTRED,
+    because what they share cancels.
+    """
+    if PRECISION != "rounded":
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    elif CENTRED:
+        acc = tl.dot(rounded(a), rounded(b), acc, input_precision="tf32")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+    return acc
+
+
+@triton.jit
 def _shares(unit, z, left, SHARPNESS: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, LR: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """w [BT, LR]: how each key is shared among the landmarks; zero for rows that are not there."""
     landmark = tl.arange(0, LR)
-    b_z = SHARPNESS * tl.dot(unit, tl.trans(z), input_precision=PRECISION)
+    b_z = SHARPNESS * _dot(unit, tl.trans(z), None, PRECISION, False)
     b_z = tl.where(landmark < R, b_z, -float("inf"))
     b_w = tl.exp(b_z - tl.max(b_z, 1)[:, None])
     return tl.where((tl.arange(0, BT) < left)[:, None], b_w / tl.sum(b_w, 1)[:, None], 0.0)
@@ -114,7 +129,7 @@ def _sums_kernel(
     b_k, _ = unit_rows(_load_part(k + base * D, 0, left, BT, BD, H, D), UNIT_KEYS, EPS)
     b_w = _shares(b_k, _load_state(z, h, R, D, LR, BD), left, SHARPNESS, R, BT, LR, PRECISION)
     place = block * H + h
-    _store_state(totals, tl.dot(tl.trans(b_w), b_k, input_precision=PRECISION), place, R, D, LR, BD)
+    _store_state(totals, _dot(tl.trans(b_w), b_k, None, PRECISION, False), place, R, D, LR, BD)
     tl.store(shares + place * R + landmark, tl.sum(b_w, 0), mask=landmark < R)
 
 
@@ -147,14 +162,14 @@ def _read_kernel(
     b_kl = b_k.to(LOW)
     b_x = _load_part(q + base * D, 0, left, BT, BD, H, D)
     b_q, b_r = unit_rows(b_x, UNIT_QUERIES or KEEP, EPS)
-    b_s = tl.dot(b_x.to(LOW), tl.trans(b_kl), input_precision=PRECISION) * b_r[:, None]
-    b_a = tl.dot(b_q, tl.trans(b_t), input_precision=PRECISION)
-    b_a = tl.dot(_causal(b_s, BT), b_w, b_a, input_precision=PRECISION)
+    b_s = _dot(b_x.to(LOW), tl.trans(b_kl), None, PRECISION) * b_r[:, None]
+    b_a = _dot(b_q, tl.trans(b_t), None, PRECISION)
+    b_a = _dot(_causal(b_s, BT), b_w, b_a, PRECISION)
     b_p, b_u = _weights(b_a / b_c, b_c, SHARPNESS, R, LR)
     b_f = b_p * b_u / b_c
-    b_s = _causal(tl.dot(b_f, tl.trans(b_w), input_precision=PRECISION), BT)
-    acc = tl.dot(b_f, b_t, input_precision=PRECISION)
-    acc = tl.dot(b_s.to(LOW), b_kl, acc, input_precision=PRECISION)
+    b_s = _causal(_dot(b_f, tl.trans(b_w), None, PRECISION), BT)
+    acc = _dot(b_f, b_t, None, PRECISION)
+    acc = _dot(b_s.to(LOW), b_kl, acc, PRECISION)
     if KEEP:
         acc *= (1.0 / b_r)[:, None]
         b_q = b_x.to(tl.float32)
@@ -166,15 +181,16 @@ def _read_kernel(
 
 @triton.jit
 def _query_gradients_kernel(
-    q, k, z, gate, dy, dr, totals, shares, dq, d_gate, strength, da, dc, means, d_totals, d_shares, begin, end, owner,
-    block_start, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
+    q, k, z, gate, dy, dr, totals, shares, origins, dq, d_gate, strength, da, dc, means, d_totals, d_shares, begin, end,
+    owner, block_start, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, R: tl.constexpr,
     LR: tl.constexpr, UNIT_QUERIES: tl.constexpr, KEEP: tl.constexpr, UNIT_KEYS: tl.constexpr,
     HAS_DR: tl.constexpr, LOW: tl.constexpr, SHARPNESS: tl.constexpr, PRECISION: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """dq and the gradient of the gate; for the keys f (times the length that KEEP gives it) as `strength`, da and dc,
-    [B, T, H, R] each, the mean key behind each block [blocks, H, D], and the sums of dm and dc over each block.
+    [B, T, H, R] each, the mean key behind each block [blocks, H, D], and the sums of dm and dc over each block, those
+    of dc with keys that are centred at the origin of the sequence.
     """
-    block, _, h, base, _, left = locate(begin, end, owner, block_start, H, BT)
+    block, n, h, base, _, left = locate(begin, end, owner, block_start, H, BT)
     row, landmark, column = tl.arange(0, BT), tl.arange(0, LR), tl.arange(0, BD)
     place = block * H + h
     token, real = base + row * H, row < left
@@ -188,18 +204,18 @@ def _query_gradients_kernel(
     b_kl = b_k.to(LOW)
     b_x = _load_part(q + base * D, 0, left, BT, BD, H, D)
     b_q, b_r = unit_rows(b_x, UNIT_QUERIES or KEEP, EPS)
-    b_s = tl.dot(b_x.to(LOW), tl.trans(b_kl), input_precision=PRECISION) * b_r[:, None]
-    b_a = tl.dot(b_q, tl.trans(b_t), input_precision=PRECISION)
-    b_a = tl.dot(_causal(b_s, BT), b_w, b_a, input_precision=PRECISION)
+    b_s = _dot(b_x.to(LOW), tl.trans(b_kl), None, PRECISION) * b_r[:, None]
+    b_a = _dot(b_q, tl.trans(b_t), None, PRECISION)
+    b_a = _dot(_causal(b_s, BT), b_w, b_a, PRECISION)
     b_a = b_a / b_c
     b_p, b_u = _weights(b_a, b_c, SHARPNESS, R, LR)
     b_f = b_p * b_u / b_c
 
     # v of dy is what the gradient of the gate needs, too.
     b_dy = _load_part(dy + base * D, 0, left, BT, BD, H, D)
-    b_s = _causal(tl.dot(b_dy.to(LOW), tl.trans(b_kl), input_precision=PRECISION), BT)
-    b_v = tl.dot(b_dy.to(tl.float32), tl.trans(b_t), input_precision=PRECISION)
-    b_v = tl.dot(b_s, b_w, b_v, input_precision=PRECISION)
+    b_s = _causal(_dot(b_dy.to(LOW), tl.trans(b_kl), None, PRECISION), BT)
+    b_v = _dot(b_dy.to(tl.float32), tl.trans(b_t), None, PRECISION)
+    b_v = _dot(b_s, b_w, b_v, PRECISION)
     b_l = tl.full((BT,), 1.0, tl.float32)
     if KEEP:
         b_l = 1.0 / b_r
@@ -210,9 +226,9 @@ def _query_gradients_kernel(
     b_x = -b_g[:, None] * b_dy
     if HAS_DR:
         b_dr = _load_part(dr + base * D, 0, left, BT, BD, H, D)
-        b_s = _causal(tl.dot(b_dr.to(LOW), tl.trans(b_kl), input_precision=PRECISION), BT)
-        b_v += tl.dot(b_dr, tl.trans(b_t), input_precision=PRECISION)
-        b_v = tl.dot(b_s, b_w, b_v, input_precision=PRECISION)
+        b_s = _causal(_dot(b_dr.to(LOW), tl.trans(b_kl), None, PRECISION), BT)
+        b_v += _dot(b_dr, tl.trans(b_t), None, PRECISION)
+        b_v = _dot(b_s, b_w, b_v, PRECISION)
         b_x += b_dr
     b_dl = tl.sum(b_f * b_v, 1)
     b_v *= b_l[:, None]
@@ -230,16 +246,17 @@ def _query_gradients_kernel(
     tl.store(strength + where, b_fl, mask=fits)
     tl.store(da + where, b_da, mask=fits)
     tl.store(dc + where, b_dc, mask=fits)
-    b_dm = tl.dot(tl.trans(b_da), b_q, input_precision=PRECISION)
-    b_dm = tl.dot(tl.trans(b_fl), b_x, b_dm, input_precision=PRECISION)
+    b_dm = _dot(tl.trans(b_da), b_q, None, PRECISION)
+    b_dm = _dot(tl.trans(b_fl), b_x, b_dm, PRECISION)
     _store_state(d_totals, b_dm, place, R, D, LR, BD)
-    # In the keys as they are: what was centred moves with the shares.
-    b_dn = tl.sum(b_dc, 0) - tl.sum(b_dm * b_m, 1)
+    # What was centred moves with the shares: all blocks of a sequence add theirs up with keys that are centred alike.
+    b_o = tl.load(origins + (n * H + h) * D + column, mask=column < D, other=0.0)
+    b_dn = tl.sum(b_dc, 0) - tl.sum(b_dm * (b_m - b_o), 1)
     tl.store(d_shares + place * R + landmark, b_dn, mask=landmark < R)
 
-    b_s = _causal(tl.dot(b_da, tl.trans(b_w), input_precision=PRECISION), BT)
-    acc = tl.dot(b_da, b_t, input_precision=PRECISION)
-    acc = tl.dot(b_s.to(LOW), b_kl, acc, input_precision=PRECISION)
+    b_s = _causal(_dot(b_da, tl.trans(b_w), None, PRECISION), BT)
+    acc = _dot(b_da, b_t, None, PRECISION)
+    acc = _dot(b_s.to(LOW), b_kl, acc, PRECISION)
     if KEEP:
         acc = through_norm(acc, b_q, b_r, True) + b_dl[:, None] * b_q + b_dy
     else:
@@ -249,7 +266,7 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, z, gate, dy, dr, strength, da, dc, means, d_totals, d_shares, dk, dz, begin, end, owner, block_start,
+    q, k, z, gate, dy, dr, origins, strength, da, dc, means, d_totals, d_shares, dk, dz, begin, end, owner, block_start,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, R: tl.constexpr, LR: tl.constexpr,
     UNIT_QUERIES: tl.constexpr, KEEP: tl.constexpr, UNIT_KEYS: tl.constexpr, HAS_DR: tl.constexpr,
     LOW: tl.constexpr, SHARPNESS: tl.constexpr, PRECISION: tl.constexpr, EPS: tl.constexpr,
@@ -257,7 +274,7 @@ def _key_gradients_kernel(
     """dk, and of each block the gradient of the landmarks [blocks, H, R, D]. `d_totals` and `d_shares` now hold the
     sums behind each block.
     """
-    block, _, h, base, _, left = locate(begin, end, owner, block_start, H, BT)
+    block, n, h, base, _, left = locate(begin, end, owner, block_start, H, BT)
     row, landmark, column = tl.arange(0, BT), tl.arange(0, LR), tl.arange(0, BD)
     place = block * H + h
     token, real = base + row * H, row < left
@@ -278,23 +295,25 @@ def _key_gradients_kernel(
     b_da = tl.load(da + where, mask=fits, other=0.0)
     b_dc = tl.load(dc + where, mask=fits, other=0.0)
     b_dm = _load_state(d_totals, place, R, D, LR, BD)
-    b_dn = tl.load(d_shares + place * R + landmark, mask=landmark < R, other=0.0) + tl.sum(b_dm * b_m, 1)
+    b_dn = tl.load(d_shares + place * R + landmark, mask=landmark < R, other=0.0)
+    b_o = tl.load(origins + (n * H + h) * D + column, mask=column < D, other=0.0)
+    b_dn += tl.sum(b_dm * (b_m - b_o), 1)
 
     b_dw = suffix_sums(b_dc, b_dn)
-    b_dw = tl.dot(b_kc, tl.trans(b_dm), b_dw, input_precision=PRECISION)
-    acc = tl.dot(b_w, b_dm, input_precision=PRECISION)
+    b_dw = _dot(b_kc, tl.trans(b_dm), b_dw, PRECISION)
+    acc = _dot(b_w, b_dm, None, PRECISION)
     # Rows of these are readers, columns keys.
-    b_s = _causal(tl.dot(b_ql, tl.trans(b_kl), input_precision=PRECISION), BT)
-    b_dw = tl.dot(tl.trans(b_s), b_da, b_dw, input_precision=PRECISION)
-    b_s = _causal(tl.dot(b_xl, tl.trans(b_kl), input_precision=PRECISION), BT)
-    b_dw = tl.dot(tl.trans(b_s), b_f, b_dw, input_precision=PRECISION)
-    b_s = _causal(tl.dot(b_da, tl.trans(b_w), input_precision=PRECISION), BT)
-    acc = tl.dot(tl.trans(b_s.to(LOW)), b_ql, acc, input_precision=PRECISION)
-    b_s = _causal(tl.dot(b_f, tl.trans(b_w), input_precision=PRECISION), BT)
-    acc = tl.dot(tl.trans(b_s.to(LOW)), b_xl, acc, input_precision=PRECISION)
+    b_s = _causal(_dot(b_ql, tl.trans(b_kl), None, PRECISION), BT)
+    b_dw = _dot(tl.trans(b_s), b_da, b_dw, PRECISION)
+    b_s = _causal(_dot(b_xl, tl.trans(b_kl), None, PRECISION), BT)
+    b_dw = _dot(tl.trans(b_s), b_f, b_dw, PRECISION)
+    b_s = _causal(_dot(b_da, tl.trans(b_w), None, PRECISION), BT)
+    acc = _dot(tl.trans(b_s.to(LOW)), b_ql, acc, PRECISION)
+    b_s = _causal(_dot(b_f, tl.trans(b_w), None, PRECISION), BT)
+    acc = _dot(tl.trans(b_s.to(LOW)), b_xl, acc, PRECISION)
     b_y = SHARPNESS * b_w * (b_dw - tl.sum(b_w * b_dw, 1)[:, None])
-    acc = tl.dot(b_y, b_z, acc, input_precision=PRECISION)
-    _store_state(dz, tl.dot(tl.trans(b_y), b_k, input_precision=PRECISION), place, R, D, LR, BD)
+    acc = _dot(b_y, b_z, acc, PRECISION)
+    _store_state(dz, _dot(tl.trans(b_y), b_k, None, PRECISION, False), place, R, D, LR, BD)
     _store_part(dk + base * D, through_norm(acc, b_k, b_r, UNIT_KEYS), 0, left, BT, BD, H, D)
 
 
@@ -304,7 +323,7 @@ def _constants(q: Tensor, landmarks: Tensor) -> dict[str, Any]:
         "R": count,
         "LR": max(16, triton.next_power_of_2(count)),
         "SHARPNESS": math.sqrt(q.shape[-1]),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": {torch.float32: "ieee", torch.float16: "rounded"}.get(q.dtype, "tf32"),
     }
 
 
@@ -371,6 +390,22 @@ class Gradients(NamedTuple):
     shares: Tensor
 
 
+def _origins(launch: BlockLaunch, totals: Tensor, shares: Tensor) -> Tensor:
+    """[N, H, D]: the mean of the keys before the last block of each sequence, from the totals and shares before each
+    block.
+    """
+    if not launch.blocks:
+        return totals.new_zeros(len(launch.plan.begin), launch.heads, launch.size)
+    # That of a sequence without a block may be any: what is added for it is taken off again.
+    last = (launch.plan.block_start[1:] - 1).clamp(min=0)
+    return totals[last].sum(-2) / shares[last].sum(-1, keepdim=True).clamp(min=1)
+
+
+def _times(spread: Tensor, origins: Tensor) -> Tensor:
+    """spread_r . origin, [N, H, R]"""
+    return (spread * origins.unsqueeze(-2)).sum(-1)
+
+
 def backward(
     q: Tensor, k: Tensor, gate: Tensor, landmarks: Tensor, totals_before: Tensor, shares_before: Tensor, dy: Tensor,
     dr: Tensor | None, d_totals: Tensor, d_shares: Tensor, mask: Tensor | None, boundaries: Sequence[int] | None, *,
@@ -384,11 +419,13 @@ def backward(
     strength, da, dc = (gate.new_empty((*gate.shape, count), dtype=torch.float32) for _ in range(3))
     means, spread, lean = launch.empty(size), launch.empty(count, size), launch.empty(count)
     d_landmarks = launch.empty(count, size)
+    origins = _origins(launch, totals_before, shares_before)
     given = (q, k, landmarks, gate, dy, dy if dr is None else dr)
     kept = (strength, da, dc, means, spread, lean)
-    launch.run(_query_gradients_kernel, *given, totals_before, shares_before, dq, d_gate, *kept, **constants)
-    first = launch.scan(spread, d_totals, reverse=True), launch.scan(lean, d_shares, reverse=True)
-    launch.run(_key_gradients_kernel, *given, *kept, dk, d_landmarks, **constants)
+    launch.run(_query_gradients_kernel, *given, totals_before, shares_before, origins, dq, d_gate, *kept, **constants)
+    first_spread = launch.scan(spread, d_totals, reverse=True)
+    first_lean = launch.scan(lean, d_shares + _times(d_totals, origins), reverse=True) - _times(first_spread, origins)
+    launch.run(_key_gradients_kernel, *given, origins, *kept, dk, d_landmarks, **constants)
     if mask is not None:
         clear_gradients(mask, dq, dk, d_gate)
-    return Gradients(dq, dk, d_gate, d_landmarks.sum(0), *first)
+    return Gradients(dq, dk, d_gate, d_landmarks.sum(0), first_spread, first_lean)
