@@ -16,8 +16,6 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("y", "x", "weight", "bias")
-# Triton's interpreter multiplies the bits of bfloat16 matrices.
-HALVES = [torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
 @pytest.fixture
@@ -66,8 +64,8 @@ def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monke
     check(draw(*shape, outputs=outputs), dict.fromkeys(NAMES, 2e-6))
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.usefixtures("kernels", "gpu_rounding")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_logits_of_low_precision_input_are_not_rounded(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     inputs = draw(2, 90, 48, outputs=6, dtype=dtype)
