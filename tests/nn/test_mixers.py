@@ -437,8 +437,25 @@ def test_decay_starts_in_the_range_asked_for() -> None:
     assert layer.dt_bias._no_weight_decay
 
 
-def test_an_adapter_around_a_projection_is_heard() -> None:
-    """The small projections are computed together, from their weights; an adapter has more than a weight."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_small_projections_are_the_same_together(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As the kernels compute them on a GPU, here in PyTorch: output and gradients."""
+    layer, x = make("gated-deltanet", READS["presplit"], dtype), torch.randn(2, 9, HIDDEN, dtype=dtype)
+    results = []
+    for together in (False, True):
+        monkeypatch.setattr(gated_deltanet_module, "is_chosen", lambda x, outputs, together=together: together)
+        output = layer(x).output
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(layer.parameters()))])
+    names = ["output", *(name for name, _ in layer.named_parameters())]
+    for name, apart, joint in zip(names, *results, strict=True):
+        assert_close(name, joint, apart, TOLERANCE[dtype])
+
+
+def test_an_adapter_around_a_projection_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels the small projections are computed together, from their weights; an adapter has more than a
+    weight.
+    """
+    monkeypatch.setattr(gated_deltanet_module, "is_chosen", lambda x, outputs: True)
 
     class Adapter(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

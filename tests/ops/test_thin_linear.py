@@ -21,7 +21,7 @@ NAMES = ("y", "x", "weight", "bias")
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are used, on a CPU too."""
-    monkeypatch.setattr(module, "is_chosen", lambda x, weight: True)
+    monkeypatch.setattr(module, "is_chosen", lambda x, outputs: True)
 
 
 def draw(*shape: int, outputs: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

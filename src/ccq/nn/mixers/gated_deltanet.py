@@ -22,7 +22,7 @@ from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gated_delta_rule import gated_delta_rule
 from ccq.ops.l2_norm import l2_norm
-from ccq.ops.thin_linear import thin_linear
+from ccq.ops.thin_linear import is_chosen, thin_linear
 
 
 class GatedDeltaNet(nn.Module):
@@ -149,8 +149,10 @@ class GatedDeltaNet(nn.Module):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """a_proj(x) and b_proj(x), [B, T, H] each."""
         projections = (self.a_proj, self.b_proj)
-        # Others than plain ones, say with an adapter around them, have more to say than their weight.
-        if any(type(each) is not nn.Linear for each in projections):
+        # Others than plain ones, say with an adapter around them, have more to say than their weight. Without the
+        # kernels, one product for both wins nothing.
+        plain = all(type(each) is nn.Linear for each in projections)
+        if not plain or not is_chosen(x, 2 * self.num_heads):
             return self.a_proj(x), self.b_proj(x)
         weight = torch.cat([each.weight for each in projections])
         if torch.is_autocast_enabled(x.device.type):

@@ -88,9 +88,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def is_chosen(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels compute it."""
-    sizes = len(weight) <= MAX_OUTPUTS and x.numel() > 0
+def is_chosen(x: Tensor, outputs: int) -> bool:
+    """Whether the kernels compute so many outputs of x."""
+    sizes = outputs <= MAX_OUTPUTS and x.numel() > 0
     return x.is_cuda and TRITON_INSTALLED and x.dtype != torch.float64 and sizes
 
 
@@ -106,7 +106,7 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sigmoi
         [..., H] in float32 (float64 for float64 input). Composed from PyTorch, which also serves more than 64 outputs,
         the product is rounded to the dtype of x before the bias is added.
     """
-    if is_chosen(x, weight):
+    if is_chosen(x, len(weight)):
         y: Tensor = torch.ops.ccq.thin_linear(x.reshape(-1, x.shape[-1]), weight, bias, sigmoid)
         return y.view(*x.shape[:-1], len(weight))
     dtype = accumulation_dtype(x.dtype)
