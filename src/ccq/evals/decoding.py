@@ -1,6 +1,7 @@
 """Greedy answers to long prompts: prompts are read in pieces, what several of them begin with is read once, and rows of
 a batch have equal lengths, so that nothing is padded. On a GPU the tokens of an answer are replayed from a CUDA graph,
-because the launches of a token alone take longer than reading a short prompt. Several processes divide the batches.
+because the processor takes longer to launch the kernels of one token than the GPU to run them. Several processes divide
+the batches.
 """
 
 from __future__ import annotations
