@@ -13,7 +13,6 @@ stands beside that of a short one.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch
 
 from ccq.bench.machine import environment, gpu_environment
 from ccq.evals.decoding import PREFILL_TOKENS, greedy_answers
-from ccq.files import write_bytes_atomically
+from ccq.files import write_json_atomically
 from ccq.models import CCQForCausalLM, preset
 
 SHORT = 8192
@@ -84,7 +83,7 @@ def main() -> None:
     }
 
     def save() -> None:
-        write_bytes_atomically(given.out, (json.dumps(figures, indent=1) + "\n").encode())
+        write_json_atomically(given.out, figures)
 
     read()
     figures["reading_tokens_per_second"] = block.numel() / statistics.median(seconds(read) for _ in range(5))

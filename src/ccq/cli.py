@@ -551,8 +551,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     tables = subjects.add_parser(
         "tables",
         help="print docs/speed.md from measured figures",
-        description="Prints the page docs/speed.md, made from the operator*.json, layer*.json, model*.json and "
-        "decode*.json files of a folder.",
+        description="Prints the page docs/speed.md, made from the operator*.json, layer*.json, model*.json, "
+        "decode*.json and answers*.json files of a folder.",
     )
     tables.add_argument("folder", type=Path, nargs="?", default=Path("benchmarks/results"), metavar="FOLDER")
     tables.set_defaults(run=_bench_tables)

@@ -13,8 +13,9 @@ from tests.nn.test_reads import HEADS, NAMES, SIZE, inputs, make_read, tolerance
 from torch import Tensor
 
 from ccq.nn import CurvatureConditionedQuery, ReadObservation
-from ccq.nn.read import GatedReadStep, positions
+from ccq.nn.read import GatedReadStep
 from ccq.nn.reads import READS
+from ccq.ops.layout import positions
 from ccq.ops.query import KeyStatistics, curvature_conditioned_query, l2_normalize
 
 CORRECTING = [name for name in NAMES if name != "normalize"]

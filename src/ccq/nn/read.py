@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.l2_norm import l2_norm
+from ccq.ops.layout import positions
 from ccq.ops.query import (
     CurvatureConditionedQueryResult,
     KeyStatistics,
@@ -445,20 +446,3 @@ def check_gate(gate: str | float | Sequence[float], num_heads: int) -> str | flo
 
 def _is_finite(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def positions(q: Tensor, count: Tensor | None, *, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """[B, T] int64: how many real tokens stand before each token of q [B, T, ...] in its sequence; count [N] int64 are
-    those before the call, None for none. Padding has a position too, which means nothing.
-    """
-    place = torch.arange(q.shape[1], device=q.device)
-    if cu_seqlens is None:
-        if mask is not None:
-            place = (mask.to(torch.int64).cumsum(1) - 1).clamp(min=0)
-        place = place if count is None else place + count.unsqueeze(1)
-        return place.expand(q.shape[:2])
-    starts = cu_seqlens.to(torch.int64)
-    # Of several documents that start at one place, all but the last are empty.
-    document = torch.searchsorted(starts, place, right=True) - 1
-    place = place - starts[document]
-    return (place if count is None else place + count[document]).unsqueeze(0)

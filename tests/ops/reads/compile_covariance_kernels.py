@@ -9,38 +9,17 @@ process of its own, because Triton's interpreter, which the tests run in, makes 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from pretended_gpu import pretend, resources
 
 CAPABILITY = (int(sys.argv[1]), int(sys.argv[2]))
 
 
-class Driver:
-    """A GPU as far as the compiler asks about it."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-driver.set_active(Driver())
+pretend(*CAPABILITY)
 
 from ccq.ops.query import kernels as read_step  # noqa: E402
 from ccq.ops.reads.covariance import kernels  # noqa: E402
@@ -48,18 +27,6 @@ from ccq.ops.reads.exact import steps_needed  # noqa: E402
 
 OWN = [value for value in vars(kernels).values() if isinstance(value, triton.JITFunction)]
 found: list[dict[str, Any]] = []
-
-
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of local memory, of a thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        done = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
-    numbers = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    assert numbers is not None, done.stdout
-    return int(numbers[1]), int(numbers[2])
 
 
 class Compiler(read_step.Launcher):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype, check_backend, check_input, check_sequences
+from ccq.ops.layout import positions
 from ccq.ops.query import BACKENDS, KeyStatistics, curvature_conditioned_query
 from ccq.ops.query.arguments import check_gate, check_normalize
 from ccq.ops.query.statistics import check_statistics
@@ -46,21 +47,11 @@ class ScaledInputs(NamedTuple):
         return torch.zeros(self.sequences, dtype=torch.int64, device=self.key.device)
 
     def tokens_seen(self) -> Tensor:
-        """[B, T], or [1, T] where all rows are alike, in the dtype of sums: how many keys each token sees, its own
-        included; at least 1.
-        """
-        device, kept = self.key.device, accumulation_dtype(self.key.dtype)
-        if self.boundaries is not None:
-            lengths = torch.tensor(self.boundaries).diff()
-            document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            place = torch.arange(self.boundaries[-1]) - torch.tensor(self.boundaries)[document] + 1
-            return (self.keys_before()[document.to(device)] + place.to(device)).to(kept).unsqueeze(0)
-        if self.mask is not None:
-            return (self.mask.cumsum(1) + self.keys_before().unsqueeze(1)).clamp(min=1).to(kept)
-        place = torch.arange(1, self.key.shape[1] + 1, device=device)
-        if self.statistics is None:
-            return place.to(kept).unsqueeze(0)
-        return (place + self.statistics.count.unsqueeze(1)).to(kept)
+        """[B, T] in the dtype of sums: how many keys each token sees, its own included; at least 1."""
+        count = None if self.statistics is None else self.statistics.count
+        edges = None if self.boundaries is None else torch.tensor(self.boundaries, device=self.key.device)
+        before = positions(self.key, count, mask=self.mask, cu_seqlens=edges)
+        return (before + 1).to(accumulation_dtype(self.key.dtype))
 
 
 def scaled_read(
