@@ -783,8 +783,8 @@ _HALF = Configuration(
     read_warps=4,
     read_stages=2,
     row_rows=16,
-    row_warps=4,
-    row_stages=3,
+    row_warps=2,
+    row_stages=4,
     scan_registers=128,
     gradient_warps=4,
     gradient_stages=2,
@@ -867,6 +867,12 @@ def configuration(dtype: torch.dtype, size: int, device: torch.device) -> Config
     if width > 128:
         return chosen
     fits = chosen._replace(tile=min(chosen.tile, width), part=min(chosen.part, width))
+    if dtype != torch.float32:
+        # States are smaller beside the rows than at 256, so more of them pay, and more loads fit on the chip.
+        if width <= 64:
+            fits = fits._replace(chunk=64)
+        elif fits.bulk:
+            fits = fits._replace(read_stages=3, gradient_stages=3)
     # Half the columns need no more than half the warps.
     return fits if width > 64 else fits._replace(read_warps=4, gradient_warps=4)
 
