@@ -20,6 +20,17 @@ def test_import_loads_no_heavy_package() -> None:
     assert done.stdout.split() == []
 
 
+def test_the_parsers_of_the_commands_load_no_heavy_package() -> None:
+    heavy = ("torch", "numpy", "yaml", *HEAVY)
+    code = (
+        "import sys\nfrom ccq.cli import main\ntry:\n    main(['--help'])\n"
+        f"finally:\n    print(*(name for name in {heavy!r} if name in sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: ccq ")
+    assert done.stderr.split() == []
+
+
 def test_every_public_name_resolves() -> None:
     assert "curvature_conditioned_query" in ccq.__all__
     assert len(set(ccq.__all__)) == len(ccq.__all__)

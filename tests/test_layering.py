@@ -224,7 +224,7 @@ def test_the_checker_catches(tmp_path: Path, module: str, source: str) -> None:
             "from ccq.evals.results import Results\nfrom ccq.evals import results\nfrom ccq.files import z",
         ),
         ("report/html.py", "import pathlib\nfrom ccq import __version__\nfrom ccq.evals.results import Results"),
-        ("cli.py", "def main():\n    from ccq.compare import compare"),
+        ("cli/compare.py", "def _run(parsed):\n    from ccq.compare import compare"),
         ("files.py", "import json"),
         ("evals/harness.py", "from ccq.processes import Processes"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ccq import __version__
+from ccq import __version__, cli
 from ccq.cli import main
 
 
@@ -52,3 +54,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"ccq {__version__}\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "ccq.cli", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"ccq {__version__}\n"
+    wrong = [sys.executable, "-m", "ccq.cli", "report", "/no/such/file", "--out", "/no/such/folder"]
+    assert subprocess.run(wrong, capture_output=True).returncode == 2
+
+
+def test_every_command_is_the_one_of_its_module(capsys: pytest.CaptureFixture[str]) -> None:
+    modules = {path.stem for path in Path(cli.__path__[0]).glob("*.py")} - {"__init__", "__main__", "arguments"}
+    assert modules == {command.__name__.rpartition(".")[2] for command in cli.COMMANDS}
+    for name in modules:
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: ccq {name} ")
