@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from ccq.analysis.gate import collect_gate_values, measure_reads, text_windows
 from ccq.data.corpora import Corpus
+from ccq.models import attach, detach, read_steps, set_read
 from ccq.models.cache import fingerprint
 from ccq.models.modeling import CCQForCausalLM
 from ccq.models.observation import observe_reads
@@ -103,6 +105,49 @@ def test_values_are_lambda_at_every_token() -> None:
     assert values.means() == [pytest.approx(torch.stack(expected).mean(0).tolist())]
     assert (values.text, values.model) == ({"source": "drawn"}, fingerprint(model))
     assert not read.is_changed and read.observer is None
+
+
+@torch.no_grad()
+def test_an_attached_gate_is_measured_too() -> None:
+    """One layer of a model of transformers: the gate is recomputed from its weights, column by column."""
+    config = Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, linear_key_head_dim=6, linear_value_head_dim=4, linear_num_key_heads=2,
+        linear_num_value_heads=4, layer_types=["linear_attention", "full_attention"], initializer_range=0.3,
+    )  # fmt: skip
+    model = attach(Qwen3_5ForCausalLM(config).eval())
+    (read,) = read_steps(model)
+    for parameter in read.parameters():
+        parameter.normal_()
+    tokens = torch.randint(0, 64, (5, 7), generator=torch.Generator().manual_seed(0))
+    layer = model.model.layers[0]
+    x = layer.input_layernorm(model.model.embed_tokens(tokens))
+    # The first 12 channels of the convolution are the queries.
+    mixed, weight = layer.linear_attn.in_proj_qkv(x)[..., :12], layer.linear_attn.conv1d.weight[:12, 0]
+    expected = []
+    for row in mixed:
+        for i in range(7):
+            taps = [row[j] * weight[:, 3 - (i - j)] for j in range(max(0, i - 3), i + 1)]
+            query = torch.stack(taps).sum(0)
+            query = query / (1 + (-query).exp())
+            expected.append(read.gate_scale / (1 + (-(read.gate_weight @ query + read.gate_bias)).exp()))
+    values = collect_gate_values(model, tokens, batch_size=2)
+    assert torch.allclose(values.layers[0], torch.stack(expected), atol=1e-5)
+    assert values.model == fingerprint(model)
+    measured = measure_reads(model, tokens, batch_size=2)
+    assert measured is not None
+    assert measured.gate["by_layer_and_head"] == [pytest.approx(torch.stack(expected).mean(0).tolist(), rel=1e-4)]
+    set_read(model, "scale=2")
+    doubled = measure_reads(model, tokens)
+    assert doubled is not None
+    assert doubled.correction["relative_size"] == pytest.approx(2 * measured.correction["relative_size"])
+    with pytest.raises(ValueError, match="the read steps are changed"):
+        collect_gate_values(model, tokens)
+    set_read(model, "on")
+    with pytest.raises(ValueError, match=r"tokens has 64, but the model knows 0 \.\.\. 63"):
+        collect_gate_values(model, torch.full_like(tokens, 64))
+    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM has no gate that is learned"):
+        collect_gate_values(detach(model), tokens)
 
 
 def test_values_are_those_of_a_model_as_it_is() -> None:

@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from ccq.evals.harness import LoadedModel, load
-from ccq.models import CCQForCausalLM, preset, save_model
+from ccq.models import CCQForCausalLM, attach, preset, read_steps, save_model
 from ccq.models.text import save_tokenizer
 
 END = "<|end|>"
@@ -58,7 +58,40 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=["ccq", "llama"])
+@pytest.fixture(scope="session")
+def attached_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers with linear and softmax attention, whose linear layers have read steps."""
+    folder = tmp_path_factory.mktemp("attached")
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_hidden_layers=3,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = attach(Qwen3_5ForCausalLM(config))
+    with torch.no_grad():
+        for read in read_steps(model):
+            read.gate_weight.normal_()
+            read.gate_scale.fill_(1)
+    model.save_pretrained(folder)
+    save_tokenizer(byte_tokenizer(), folder, end=END)
+    return folder
+
+
+@pytest.fixture(scope="session", params=["ccq", "llama", "attached"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    """A model of this library, and one of transformers."""
+    """A model of this library, one of transformers, and one of transformers with read steps."""
     return load(str(request.getfixturevalue(f"{request.param}_folder")), device="cpu")

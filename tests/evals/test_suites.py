@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 from ccq.cli import main
 from ccq.evals.benchmarks import LANGUAGE, LONGBENCH
@@ -102,6 +103,35 @@ def test_an_intervention_is_named_and_another_one_is_refused(
     out = ["--out", str(tmp_path / "gate=shuffled.json"), "--device", "cpu"]
     assert main(["eval", *arguments, *out, "--read", "gate=shuffled"]) == 2
     assert f'model.read is "gate=shuffled,seed=0,values={digest}" there' in capsys.readouterr().err
+
+
+def test_a_model_with_an_attached_read_step(
+    attached_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Saved by `save_pretrained`: with the gates that are in its folder, and changed by the same words."""
+    values = tmp_path / "values.safetensors"
+    command = ["gates", str(attached_folder), "--tokens", "300", "--length", "100", "--device", "cpu"]
+    assert main([*command, "--out", str(values)]) == 0
+    assert "300 tokens of Python" in capsys.readouterr().out
+    backbone = tmp_path / "backbone"
+    shutil.copytree(attached_folder, backbone)
+    weights = safetensors.torch.load_file(backbone / "model.safetensors")
+    plain = {name: x for name, x in weights.items() if ".read." not in name}
+    safetensors.torch.save_file(plain, backbone / "model.safetensors", {"format": "pt"})
+    scores, named = {}, {}
+    for read in ("none", "on", "off", "scale=0.5", "layers=2", "gate=mean"):
+        model, options = (backbone, []) if read == "none" else (attached_folder, ["--read", read])
+        if read == "gate=mean":
+            options += ["--gate-values", str(values)]
+        arguments = ["extrapolation", str(model), "--data", str(folder), "--tasks", "mine", "--lengths", "100"]
+        results, _ = evaluate(capsys, tmp_path / f"{read}.json", *arguments, *options)
+        named[read] = results["model"]["read"]
+        scores[read] = results["tasks"][0]["scores"][0]["value"]
+    digest = load_gate_values(values).digest
+    same = {read: read for read in ("on", "off", "scale=0.5", "layers=2")}
+    assert named == {"none": None, **same, "gate=mean": f"gate=mean,values={digest}"}
+    assert scores.pop("none") == scores["off"]
+    assert len(set(scores.values())) == 5
 
 
 def test_language(llama_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,19 @@ from transformers import (
 
 import ccq
 from ccq.models import attach as attach_in_models
-from ccq.models import detach, load_model, read_steps, save_gates, save_model
-from ccq.models.cache import CACHE_NAME
+from ccq.models import (
+    detach,
+    load_model,
+    read_intervention,
+    read_layers,
+    read_steps,
+    save_gates,
+    save_model,
+    set_read,
+)
+from ccq.models.cache import CACHE_NAME, fingerprint
+from ccq.models.intervention import GateValues
+from ccq.models.observation import observe_reads
 
 OWN = ("gla", "gla-hedgehog", "gated-deltanet", "mamba2")
 
@@ -324,6 +335,129 @@ def test_off_is_the_plain_model_and_keeps_no_statistics() -> None:
     read_steps(model)[0].enabled = False
     model(tokens, **with_cache(on))
     assert on.layers[0].statistics is None and on.layers[1].statistics is not None
+
+
+def assert_same_uses(model: Any, expected: Any, tolerance: float) -> None:
+    """Of the same tokens: the same logits but for rounding, and the same answers."""
+    random = torch.get_rng_state()
+    found = uses(model)
+    torch.set_rng_state(random)
+    for a, b in zip(found, uses(expected), strict=True):
+        assert torch.equal(a, b) or (a.is_floating_point() and relative_error(a, b) < tolerance)
+
+
+# What an intervention does, as factors [layers, heads] of the gate's scale.
+FACTORS = {
+    "on": [[1, 1], [1, 1], [1, 1]],
+    "scale=0.5": [[0.5, 0.5]] * 3,
+    "scale=-2": [[-2, -2]] * 3,
+    "heads=1": [[0, 1]] * 3,
+    "layers=0,2": [[1, 1], [0, 0], [1, 1]],
+    "scale=2,layers=1-2,heads=0": [[0, 0], [2, 0], [2, 0]],
+}
+
+
+@pytest.mark.parametrize("change", FACTORS)
+@pytest.mark.parametrize("name", FORMS)
+@torch.no_grad()
+def test_an_intervention_is_another_scale(name: str, change: str) -> None:
+    """Against gates with these numbers in them, in all uses of a cache; the weights stay as they were."""
+    model = attached(name)
+    by_hand, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    for read, factors in zip(read_steps(by_hand), FACTORS[change], strict=True):
+        read.gate_scale.mul_(torch.tensor(factors))
+    assert str(set_read(model, change)) == change
+    assert_same_uses(model, by_hand, 1e-5)
+    tokens = random_tokens(2, 9)
+    set_read(model, "on")
+    on = model(tokens).logits
+    assert torch.equal(on, by_hand(tokens).logits) or change != "on"
+    assert change == "on" or relative_error(by_hand(tokens).logits, on) > 1e-3
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [*OWN, *FORMS])
+@torch.no_grad()
+def test_off_is_the_model_without_its_read_steps(name: str) -> None:
+    model = make(name, torch.float32) if name in OWN else family(name)
+    ccq.attach(model)
+    for read in read_steps(model):
+        read.gate_scale.fill_(5)
+        read.gate_bias.fill_(1)
+    on, tokens = copy.deepcopy(model), random_tokens(2, 9)
+    set_read(model, "off")
+    assert_same_uses(model, detach(copy.deepcopy(model)), 1e-6)
+    assert relative_error(on(tokens).logits, model(tokens).logits) > 1e-3
+
+
+@torch.no_grad()
+def test_mean_and_shuffled_take_the_place_of_an_attached_gate() -> None:
+    model, tokens = attached("qwen3_5"), random_tokens(2, 11)
+    layers = tuple(torch.rand(4, 2) - 0.5 for _ in range(3))
+    values = GateValues(layers, fingerprint(model), {})
+    by_hand = copy.deepcopy(model)
+    for read, layer in zip(read_steps(by_hand), layers, strict=True):
+        read.gate_weight.zero_()
+        read.gate_bias.zero_()
+        read.gate_scale.copy_(2 * layer.mean(0))  # sigmoid(0) = 0.5
+    assert str(set_read(model, "gate=mean", gate_values=values)) == f"gate=mean,values={values.digest}"
+    assert_same_uses(model, by_hand, 1e-5)
+
+    set_read(model, "gate=shuffled,seed=3,scale=2", gate_values=values)
+    tables = values.shuffled(3)
+    # The second row behind padding, and both in pieces: the real tokens are counted.
+    padded, mask = torch.cat((tokens, tokens), 1)[:, :14], torch.ones(2, 14, dtype=torch.int64)
+    padded[1, 3:], mask[1, :3] = tokens[1], 0
+    cache, positions = new_cache(model), [range(14), range(-3, 11)]
+    with observe_reads(model) as observed:
+        for start, end in ((0, 6), (6, 13), (13, 14)):
+            model(padded[:, start:end], attention_mask=mask[:, :end], **with_cache(cache))
+    for calls, table in zip(observed, tables, strict=True):
+        gate = torch.cat([call.gate for call in calls], 1)
+        for row, real in zip(gate, positions, strict=True):
+            for lam, position in zip(row, real, strict=True):
+                assert position < 0 or torch.equal(lam, 2 * table[position % 4])
+    with pytest.raises(ValueError, match="gate_values are those of another model"):
+        set_read(by_hand, "gate=mean", gate_values=values)
+
+
+@torch.no_grad()
+def test_layers_are_counted_as_the_model_counts_them() -> None:
+    """Layers of softmax attention have numbers too, and no read step."""
+    kinds = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    plain, tokens = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, layer_types=kinds)).eval(), random_tokens(2, 9)
+    model = attached_with(plain)
+    assert read_layers(model) == [0, 2, 3]
+    by_hand = copy.deepcopy(model)
+    for layer in (0, 3):
+        by_hand.model.layers[layer].linear_attn.read.gate_scale.zero_()
+    set_read(model, "layers=2")
+    assert_close("layer 2", model(tokens).logits, by_hand(tokens).logits, 1e-6)
+    with pytest.raises(ValueError, match="layers=0-2: the read steps are in layers 0,2-3, not 1"):
+        set_read(model, "layers=0-2")
+
+
+def test_a_model_knows_what_was_done_to_its_attached_read_steps() -> None:
+    model = family("qwen3_5")
+    with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM has no read step that 'off' .* that ccq.attach has put"):
+        set_read(model, "off")
+    assert read_intervention(model) is None
+    assert str(read_intervention(ccq.attach(model))) == "on"
+    done = set_read(model, "heads=0,scale=3")
+    for bad, message in (
+        ("heads=1-2", "heads=1-2: the read steps have heads 0-1, not 2"),
+        ("layers=3", "layers=3: the read steps are in layers 0-2, not 3"),
+        ("gate=mean", "gate=mean needs gate_values"),
+        ("half", "'half' is no read intervention"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            set_read(model, bad)
+    for same in (model, model.model, copy.deepcopy(model)):
+        assert read_intervention(same) == done
+    assert not any(hasattr(model, name) for name in ("set_read", "read_intervention", "_intervention"))
+    assert read_intervention(detach(model)) is None
+    assert str(read_intervention(ccq.attach(model))) == "on"
 
 
 @pytest.mark.parametrize("name", ["gla", "qwen3_5"])

@@ -7,11 +7,14 @@ that nothing breaks the graph and that tracing keeps every value.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from tests.helpers import assert_close
 from tests.models.small import assert_same_cache, make, random_tokens
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ccq.models import CCQCache
@@ -43,6 +46,31 @@ def test_one_graph_gives_the_values_and_gradients_of_eager(arm: str) -> None:
     assert_same_cache(output.cache, expected.cache, 1e-6)
     for (name, _), a, b in zip(model.named_parameters(), gradients, expected_gradients, strict=True):
         assert_close(name, a, b, 1e-5)
+
+
+@pytest.mark.parametrize("arm", ["gla+ccq", "gated-deltanet", "mamba2+ccq", "transformer"])
+def test_a_block_without_a_cache_goes_back_from_its_output_alone(arm: str) -> None:
+    """The graph of the backward pass takes the gradient of everything that the block puts out and that has one."""
+    torch._dynamo.reset()
+    block, x = make(arm, torch.float32).model.layers[0], torch.randn(2, 9, 12, requires_grad=True)
+    gradients: list[str] = []
+
+    def backward(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        gradients.extend(name for name in names if name.startswith("tangents"))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        block.forward,
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward),
+    )
+    output, state = compiled(x, None, None, None, False)
+    output.sum().backward()
+    assert state is None and gradients == ["tangents_1"]
+    got, x.grad = x.grad, None
+    block(x, None, None, None, False)[0].sum().backward()
+    assert_close("gradient", got, x.grad, 1e-6)
 
 
 @pytest.mark.parametrize("arm", ["gated-deltanet+ccq", "mamba2"])

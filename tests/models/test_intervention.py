@@ -16,7 +16,18 @@ from tests.models.small import assert_same_cache, greedy, make, random_tokens, s
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ccq.models import CCQConfig, CCQForCausalLM, attach, detach, load_model, read_steps, save_model
+from ccq.models import (
+    CCQConfig,
+    CCQForCausalLM,
+    attach,
+    detach,
+    load_model,
+    read_intervention,
+    read_layers,
+    read_steps,
+    save_model,
+    set_read,
+)
 from ccq.models.cache import fingerprint
 from ccq.models.counts import parameter_count
 from ccq.models.intervention import (
@@ -28,6 +39,8 @@ from ccq.models.intervention import (
     switch_read,
 )
 from ccq.models.observation import observe_reads
+from ccq.nn import CurvatureConditionedQuery, GatedLinearAttention
+from ccq.nn.reads.normalize import NormalizeRead
 
 numbers = st.one_of(st.none(), st.sets(st.integers(0, 40), min_size=1, max_size=6).map(lambda x: tuple(sorted(x))))
 gates = st.one_of(
@@ -286,9 +299,9 @@ def test_on_is_what_was_and_files_never_change(change: str, tmp_path: Path) -> N
     ("arm", "change", "message"),
     [
         ("gla", "off", "arm 'gla' has no read step that 'off' could be done to"),
-        ("gla+ccq", "layers=0-2", r"layers=0-2: the model has layers 0 \.\.\. 1, not 2"),
-        ("gla+ccq", "heads=2", r"heads=2: the model has heads 0 \.\.\. 1, not 2"),
-        ("mamba2+ccq", "heads=1", r"heads=1: the model has heads 0 \.\.\. 0, not 1"),
+        ("gla+ccq", "layers=0-3", "layers=0-3: the read steps are in layers 0-1, not 2-3"),
+        ("gla+ccq", "heads=2", "heads=2: the read steps have heads 0-1, not 2"),
+        ("mamba2+ccq", "heads=1", "heads=1: the read steps have heads 0, not 1"),
         ("gla+ccq", "gate=mean", "gate=mean needs gate_values"),
         ("gla+normalize", "scale=2", "read step 'normalize' has no correction; accepted: on, off"),
         ("gla+comba", "gate=mean", r"read step 'comba' has no gate; accepted: on, off, scale=X, layers=\.\.\., heads="),
@@ -321,6 +334,57 @@ def test_a_model_says_what_was_done_to_it() -> None:
     # With the read steps goes what was done to them.
     attach(detach(model))
     assert str(model.read_intervention) == "on"
+
+
+@torch.no_grad()
+def test_layers_of_ones_own_are_changed_by_their_numbers() -> None:
+    """Read steps in plain modules: in the layers of a list, and in one layer alone, which no number names."""
+
+    def read(gate: float) -> CurvatureConditionedQuery:
+        return CurvatureConditionedQuery(2, 4, gate=gate)
+
+    layers = torch.nn.ModuleList(GatedLinearAttention(8, 2, 4, 4).double() for _ in range(4))
+    x = torch.randn(2, 9, 8).double()
+
+    def outputs(*gates: float | None) -> list[Tensor]:
+        for layer, gate in zip(layers, gates, strict=True):
+            layer.read = None if gate is None else read(gate)
+        return [layer(x).output for layer in layers]
+
+    expected, on = outputs(0.0, None, 0.15, 0.0), outputs(0.3, None, 0.3, 0.3)
+    assert read_layers(layers) == [0, 2, 3]
+    assert str(set_read(layers, "layers=2,scale=0.5")) == str(read_intervention(layers)) == "scale=0.5,layers=2"
+    for number, layer in enumerate(layers):
+        assert_close(f"layer {number}", layer(x).output, expected[number], 1e-12)
+        assert torch.equal(layer(x).output, on[number]) == (number == 1)
+    alone = layers[2]
+    assert read_layers(alone) == [0]
+    set_read(alone, "layers=0")
+    assert torch.equal(alone(x).output, on[2])
+    with pytest.raises(ValueError, match="layers=0-1,4: the read steps are in layers 0,2-3, not 1,4"):
+        set_read(layers, "layers=0-1,4")
+    with pytest.raises(ValueError, match="CurvatureConditionedQuery has a fixed lambda, the same for every token"):
+        set_read(layers, "gate=mean")
+    # One step that this cannot be done to is enough, and none is changed.
+    layers[3].read, before = NormalizeRead(2, 4), read_intervention(layers)
+    with pytest.raises(ValueError, match="scale=2: read step NormalizeRead has no correction; accepted: on, off"):
+        set_read(layers, "scale=2")
+    assert read_intervention(layers) == before and torch.equal(layers[2](x).output, on[2])
+    with pytest.raises(ValueError, match=r"Linear has no read step that 'off' .* that ccq.attach has put one into"):
+        set_read(torch.nn.Linear(1, 1), "off")
+    assert read_intervention(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_numbers_are_kept_in_the_dtype_of_the_sums(dtype: torch.dtype) -> None:
+    """Beside the weights of its layer; a step without any (a fixed gate) takes the model's."""
+    step = CurvatureConditionedQuery(1, 4, gate=0.5)
+    holder = torch.nn.Module()
+    holder.read = step
+    for model in (torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=dtype), holder), step):
+        set_read(model, "scale=0.1")
+        expected = torch.promote_types(dtype, torch.float32) if model is not step else torch.float32
+        assert torch.equal(step.factors, torch.tensor([0.1], dtype=expected))
 
 
 def test_values_of_another_model_are_refused() -> None:

@@ -37,6 +37,7 @@ from ccq.analysis.geometry import (
 )
 from ccq.analysis.prompts import SENTENCES, TokenizedPrompt, TokenKind, needle_prompts, tokenize_prompt
 from ccq.evals.results import EnvironmentResult
+from ccq.models.intervention import read_intervention
 from ccq.ops.query import curvature_conditioned_query
 
 SCHEMA: Final = "ccq-diagnosis/1"
@@ -288,7 +289,7 @@ def diagnose(
         gathered.add(collect(model, prompt.tokens.to(model.device)), prompt)
     correction, margins, expansion = gathered.query_results()
     lengths = [len(prompt.tokens) for prompt in tokenized]
-    intervention = getattr(model, "read_intervention", None)
+    intervention = read_intervention(model)
     return {
         "schema": SCHEMA,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ccq.data.corpora import Corpus
 from ccq.evals.results import CorrectionResult, GateResult
 from ccq.models.cache import fingerprint
-from ccq.models.intervention import GateValues
-from ccq.models.modeling import CCQForCausalLM, CCQPreTrainedModel
+from ccq.models.intervention import GateValues, read_steps
 from ccq.models.observation import observe_reads
 from ccq.nn.read import GatedReadStep
 
@@ -25,13 +24,13 @@ class ReadMeasurement(NamedTuple):
 
 
 @torch.no_grad()
-def measure_reads(model: CCQForCausalLM, tokens: Tensor, *, batch_size: int = 16) -> ReadMeasurement | None:
-    """Gate and correction over tokens [B, T] int64; None for an arm without a read step.
+def measure_reads(model: nn.Module, tokens: Tensor, *, batch_size: int = 16) -> ReadMeasurement | None:
+    """Gate and correction over tokens [B, T] int64; None for a model without a read step.
 
     The size of the correction is the mean over tokens and heads of |lambda Sigma q| / |q|, q being the query before
     the correction. The histogram divides [0, 1]; a gate outside of it counts in the outermost bin.
     """
-    if not model.read_steps():
+    if not read_steps(model):
         return None
     gates: list[list[Tensor]] = []
     sizes: list[list[Tensor]] = []
@@ -62,12 +61,13 @@ def measure_reads(model: CCQForCausalLM, tokens: Tensor, *, batch_size: int = 16
 
 @torch.no_grad()
 def collect_gate_values(
-    model: CCQForCausalLM, tokens: Tensor, *, text: Mapping[str, Any] | None = None, batch_size: int = 8
+    model: Any, tokens: Tensor, *, text: Mapping[str, Any] | None = None, batch_size: int = 8
 ) -> GateValues:
     """lambda at every token of a text, for `set_read("gate=mean")` and `set_read("gate=shuffled")`.
 
     Args:
-        model: with a read step whose gate is learned, and with no intervention.
+        model: of this library, or one of transformers that the read step is attached to; its gate is learned, and no
+            intervention is on.
         tokens: [B, T] int64, windows of text that do not see each other; S = B * T.
         text: what they are, for whoever reads the values.
         batch_size: windows in one call; changes the values by rounding alone.
@@ -75,7 +75,7 @@ def collect_gate_values(
     Raises:
         ValueError: the model has no such gate, or is changed, or does not know a token.
     """
-    reads = model.read_steps() if isinstance(model, CCQPreTrainedModel) else []
+    reads = read_steps(model)
     if not reads or not all(isinstance(read, GatedReadStep) and isinstance(read.gate, str) for read in reads):
         name = getattr(model.config, "arm", type(model).__name__)
         raise ValueError(f"{name} has no gate that is learned, so there are no values to collect")
@@ -83,7 +83,7 @@ def collect_gate_values(
         raise ValueError('the read steps are changed; collect the values of the model as it is: set_read("on")')
     if not tokens.numel():
         raise ValueError("there are no tokens to collect values at")
-    largest, known = int(tokens.max()), model.config.vocab_size
+    largest, known = int(tokens.max()), model.get_input_embeddings().num_embeddings
     if largest >= known:
         raise ValueError(
             f"tokens has {largest}, but the model knows 0 ... {known - 1}: it is not the tokenizer that the model was "

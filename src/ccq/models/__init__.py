@@ -5,10 +5,11 @@ Importing this package tells transformers' Auto classes about model type "ccq".
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from ccq.models.attach import attach, detach, read_steps, save_gates
+from ccq.models.attach import attach, detach, save_gates
 from ccq.models.cache import CCQCache, load_state, save_state
 from ccq.models.configuration import ARMS, BACKBONES, READS, CCQConfig, parse_arm
 from ccq.models.conversion import from_flash_linear_attention, to_flash_linear_attention
+from ccq.models.intervention import read_intervention, read_layers, read_steps, set_read
 from ccq.models.modeling import CCQForCausalLM, CCQModel, load_model, save_model
 from ccq.models.presets import PRESETS, preset
 
@@ -32,9 +33,12 @@ __all__ = [
     "load_state",
     "parse_arm",
     "preset",
+    "read_intervention",
+    "read_layers",
     "read_steps",
     "save_gates",
     "save_model",
     "save_state",
+    "set_read",
     "to_flash_linear_attention",
 ]

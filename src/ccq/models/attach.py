@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ccq.files import write_bytes_atomically
 from ccq.models.cache import read_safetensors
 from ccq.models.configuration import BACKBONES, CCQConfig
+from ccq.models.intervention import read_steps
 from ccq.models.modeling import CCQPreTrainedModel, make_read
 from ccq.nn.read import CurvatureConditionedQuery, ReadStep, StaticKeyStatistics
 from ccq.ops.query import KeyStatistics, l2_normalize
@@ -117,8 +118,6 @@ def detach(model: ModelT) -> ModelT:
     if not _is_attached(model):
         raise ValueError("the model has no attached read step to detach; one that it was trained with belongs to it")
     mixers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "read", None), ReadStep)]
-    if isinstance(model, CCQPreTrainedModel):
-        model.set_read("on")
     for mixer in mixers:
         del mixer.read
         if isinstance(mixer, _ReadBeforeRule):
@@ -132,13 +131,6 @@ def detach(model: ModelT) -> ModelT:
     return model
 
 
-def read_steps(model: nn.Module) -> list[ReadStep]:
-    """The read steps of any model, from the first layer to the last; empty where it has none. `enabled = False`
-    switches the correction of one off.
-    """
-    return [module for module in model.modules() if isinstance(module, ReadStep)]
-
-
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the parameters of the attached read steps to one safetensors file, whole or not at all; `attach(model,
     gates=path)` gives them to the same backbone again, bit for bit.
@@ -149,6 +141,11 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
         f"layers.{layer}.read.{name}": x.detach().contiguous() for (layer, name), x in _gate_parameters(model).items()
     }
     write_bytes_atomically(path, safetensors.torch.save(tensors, {"format": GATES_FORMAT}))
+
+
+def are_gates(names: Iterable[str]) -> bool:
+    """Whether gates of a read step are among the parameters of these names."""
+    return any(_GATE_NAME.search(name) for name in names)
 
 
 def _is_attached(model: nn.Module) -> bool:

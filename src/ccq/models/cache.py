@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -254,7 +254,7 @@ def load_state(path: str | os.PathLike[str], model: CCQPreTrainedModel) -> CCQCa
     return cache
 
 
-def fingerprint(model: CCQPreTrainedModel) -> str:
+def fingerprint(model: nn.Module) -> str:
     """A hash that differs between models: of the first 64 values of every weight, in bfloat16 so that it is the same
     in every precision that a model is loaded in.
     """

@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ccq.files import write_bytes_atomically
-from ccq.models.cache import read_safetensors
-from ccq.models.configuration import nearest
+from ccq.models.cache import fingerprint, read_safetensors
+from ccq.models.configuration import CCQConfig, nearest
 from ccq.nn.read import ReadStep
+from ccq.ops.checks import accumulation_dtype
 
 GATE_VALUES_FORMAT = "ccq-gate-values/1"
 GATE_VALUES_FILE = "gate_values.safetensors"
@@ -29,6 +32,9 @@ ACCEPTED = (
 )
 _LARGEST_NUMBER = 9999
 _KEYS = ("scale", "layers", "heads", "gate", "seed", "values")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+# Where a read step keeps the intervention that was done to its model.
+_DONE = "_intervention"
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class ReadIntervention:
     Attributes:
         enabled: False switches the correction off everywhere, and no statistics are kept.
         scale: the correction is multiplied by it.
-        layers: the correction is on in these layers alone and off in the others; None for all.
+        layers: the correction is on in these layers alone and off in the others; None for all. Their numbers are
+            those of `read_layers`.
         heads: the correction is on in these heads of every layer alone, and zero in the others; None for all. Mamba2's
             are the groups of heads that share keys.
         gate: "own", or in its place "mean", the mean of lambda of each layer and head over the tokens of a text, or
@@ -178,7 +185,7 @@ class GateValues:
     """lambda of a model at every token of a text: what gate=mean and gate=shuffled put in the place of the gate.
 
     Attributes:
-        layers: [S, H] float32 for each layer, from the first to the last: S tokens, H heads.
+        layers: [S, H] float32 for each layer with a read step, from the first to the last: S tokens, H heads.
         model: `ccq.models.cache.fingerprint` of the model they are of.
         text: what the tokens were, for whoever reads the file; JSON values.
     """
@@ -236,13 +243,144 @@ def load_gate_values(path: str | os.PathLike[str]) -> GateValues:
     return GateValues(tuple(layers), metadata.get("model", ""), json.loads(metadata.get("text", "{}")))  # type: ignore[arg-type]
 
 
+def read_steps(model: nn.Module) -> list[ReadStep]:
+    """The read steps of any model, from the first layer to the last; empty where it has none."""
+    return [module for module in model.modules() if isinstance(module, ReadStep)]
+
+
+def read_layers(model: nn.Module) -> list[int]:
+    """The number of the layer that each of its read steps is in, as the model counts them: the first number in the name
+    of the module. Layers of softmax attention among the others count too. Where a name has no number, the read steps
+    are counted.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, ReadStep)]
+    numbers = [int(match[1]) for name in names if (match := _LAYER_NUMBER.search(name))]
+    return numbers if len(numbers) == len(names) else [*range(len(names))]
+
+
+def set_read(
+    model: nn.Module, intervention: str | ReadIntervention, *, gate_values: GateValues | None = None
+) -> ReadIntervention:
+    """Change what the read steps of a model do, until the next call of this; "on" is what was trained, bit for bit.
+    Weights and saved files stay as they are.
+
+    "off" keeps the query normalisation the model was trained with, and keeps no statistics. With `layers` so do the
+    layers that are not named.
+
+    Args:
+        model: any with read steps: of this library, where `model.set_read` is the same, or another that `attach` has
+            put them into.
+        intervention: see `ReadIntervention.parse`: "on", "off", "scale=2", "layers=0,3-5", "heads=1", "gate=mean",
+            "gate=shuffled,seed=1", or several as "scale=0.5,layers=3-5".
+        gate_values: of this model, for gate=mean and gate=shuffled; `ccq.analysis.gate.collect_gate_values` makes them.
+
+    Returns:
+        The intervention, with the digest of the values it uses.
+
+    Raises:
+        ValueError: there is no read step, or none that this can be done to; a layer or head does not exist; the values
+            are missing or those of another model. Nothing is changed then.
+    """
+    if isinstance(intervention, str):
+        intervention = ReadIntervention.parse(intervention)
+    reads, layers = read_steps(model), read_layers(model)
+    _check_intervention(model, intervention, reads, layers)
+    tables: list[Tensor | None] = [None] * len(reads)
+    if intervention.gate != "own":
+        values = _check_gate_values(model, intervention, gate_values)
+        tables, intervention = values.tables(intervention), replace(intervention, values=values.digest)
+    mixers = {id(child): module for module in model.modules() for child in module.children()}
+    for read, layer, table in zip(reads, layers, tables, strict=True):
+        near = chain(mixers.get(id(read), read).parameters(), model.parameters())
+        like = next((x for x in near if x.is_floating_point()), torch.empty(()))
+        kind: dict[str, Any] = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
+        factors = None
+        if intervention.scale != 1 or intervention.heads is not None:
+            factors = torch.full((read.num_heads,), intervention.scale, **kind)
+            if intervention.heads is not None:
+                off = [head for head in range(read.num_heads) if head not in intervention.heads]
+                factors[off] = 0
+        enabled = intervention.enabled and (intervention.layers is None or layer in intervention.layers)
+        options = {} if table is None else {"table": table.to(**kind)}
+        read.intervene(enabled=enabled, factors=factors, **options)
+        # With the read steps, so that it goes where they go: into copies, and away when they are detached.
+        vars(read)[_DONE] = intervention
+    return intervention
+
+
+def read_intervention(model: nn.Module) -> ReadIntervention | None:
+    """What the last `set_read` did to a model; None without a read step."""
+    reads = read_steps(model)
+    return vars(reads[0]).get(_DONE, ReadIntervention()) if reads else None
+
+
+def _check_intervention(
+    model: nn.Module, intervention: ReadIntervention, reads: list[ReadStep], layers: list[int]
+) -> None:
+    config = getattr(model, "config", None)
+    if not reads:
+        name = f"arm {config.arm!r}" if isinstance(config, CCQConfig) else type(model).__name__
+        raise ValueError(
+            f"{name} has no read step that {str(intervention)!r} could be done to; accepted: a model of an arm with "
+            "one, or a model that ccq.attach has put one into"
+        )
+    if intervention in (ReadIntervention(), ReadIntervention(enabled=False)):
+        return
+    _check_numbers(intervention, intervention.layers, layers, "are in layers")
+    _check_numbers(intervention, intervention.heads, range(max(read.num_heads for read in reads)), "have heads")
+    for read in reads:
+        name = repr(config.read) if isinstance(config, CCQConfig) else type(read).__name__
+        _check_step(intervention, read, name)
+
+
+def _check_step(intervention: ReadIntervention, read: ReadStep, name: str) -> None:
+    accepted = ["on", "off"]
+    if not read.has_correction:
+        raise ValueError(f"{intervention}: read step {name} has no correction; accepted: {', '.join(accepted)}")
+    if intervention.gate == "own":
+        return
+    accepted += ["scale=X", "layers=...", "heads=..."]
+    gate = getattr(read, "gate", None)
+    if not isinstance(gate, str):
+        reason = "has no gate" if gate is None else "has a fixed lambda, the same for every token"
+        raise ValueError(f"{intervention}: read step {name} {reason}; accepted: {', '.join(accepted)}")
+    if intervention.gate == "shuffled" and not read.counts_tokens:
+        accepted.append("gate=mean")
+        raise ValueError(
+            f"{intervention}: the state of read step {name} does not count its tokens, by whose positions values are "
+            f"shuffled; accepted: {', '.join(accepted)}"
+        )
+
+
+def _check_numbers(
+    intervention: ReadIntervention, asked: tuple[int, ...] | None, known: Collection[int], what: str
+) -> None:
+    absent = [number for number in asked or () if number not in known]
+    if absent:
+        there = _ranges(tuple(sorted(set(known))))
+        raise ValueError(f"{intervention}: the read steps {what} {there}, not {_ranges(tuple(absent))}")
+
+
+def _check_gate_values(model: nn.Module, intervention: ReadIntervention, values: GateValues | None) -> GateValues:
+    if values is None:
+        raise ValueError(
+            f"{intervention} needs gate_values, those of the gate on a text: make them with "
+            "ccq.analysis.gate.collect_gate_values, or `ccq gates`"
+        )
+    if values.model != fingerprint(model):
+        raise ValueError(f"{intervention}: gate_values are those of another model; make them of this one")
+    if intervention.values not in (None, values.digest):
+        raise ValueError(f"{intervention} asks for other gate_values than the given, which are {values.digest}")
+    return values
+
+
 def switch_read(
-    model: Any, name: str, read: str | None, gate_values: str | os.PathLike[str] | None = None
+    model: nn.Module, name: str, read: str | None, gate_values: str | os.PathLike[str] | None = None
 ) -> str | None:
     """What --read and --gate-values of a command do to a model.
 
     Args:
-        model: of this library or any other.
+        model: any, with or without read steps.
         name: its folder or name, as given.
         read: the intervention; None for none.
         gate_values: file of the values that gate=mean and gate=shuffled need; default: that in the model's folder.
@@ -254,9 +392,9 @@ def switch_read(
         ValueError: the model has no read step, or none that this can be done to; the file is missing or of another
             model.
     """
-    has_read = isinstance(model, nn.Module) and any(isinstance(module, ReadStep) for module in model.modules())
+    has_read = bool(read_steps(model))
     intervention = ReadIntervention() if read is None else ReadIntervention.parse(read)
-    if read is not None and not (has_read and hasattr(model, "set_read")):
+    if read is not None and not has_read:
         raise ValueError(f"model {name!r} has no read step that {read!r} could be done to; leave --read out")
     if intervention.gate == "own":
         if gate_values is not None:
@@ -274,4 +412,4 @@ def switch_read(
         values = load_gate_values(path)
     if read is None:
         return "on" if has_read else None
-    return str(model.set_read(intervention, gate_values=values))
+    return str(set_read(model, intervention, gate_values=values))

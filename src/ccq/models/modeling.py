@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils import logging as transformers_logging
 
-from ccq.models.cache import CACHE_NAME, CCQCache, fingerprint
+from ccq.models.cache import CACHE_NAME, CCQCache
 from ccq.models.configuration import CCQConfig
-from ccq.models.intervention import GateValues, ReadIntervention
+from ccq.models.intervention import GateValues, ReadIntervention, read_intervention, read_steps, set_read
 from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, Mamba2, SoftmaxAttention
 from ccq.nn.mixers.common import LayerState
 from ccq.nn.mlp import SwiGLU
 from ccq.nn.read import GatedReadStep, ReadStep
 from ccq.nn.reads import READS
-from ccq.ops.checks import accumulation_dtype, values_can_be_read
+from ccq.ops.checks import values_can_be_read
 
 # What transformers' callers pass to any model, and a loss function may take.
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -158,7 +157,8 @@ class Block(GradientCheckpointingLayer):
         x = x + mixed
         if self.mlp is not None and self.mlp_norm is not None:
             x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+        # What a compiled block puts out has a gradient, if only of zeros, which is carried back through the rule.
+        return x, state if keep_state else None
 
 
 class CCQPreTrainedModel(PreTrainedModel):
@@ -174,7 +174,6 @@ class CCQPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # Its memory cannot be rolled back, so transformers refuses the decoding methods that need that.
     _is_stateful = True
-    _intervention = ReadIntervention()
 
     def __init__(self, config: CCQConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
@@ -236,98 +235,18 @@ class CCQPreTrainedModel(PreTrainedModel):
 
     def read_steps(self) -> list[ReadStep]:
         """The read steps, from the first layer to the last; empty for an arm without."""
-        return [module for module in self.modules() if isinstance(module, ReadStep)]
+        return read_steps(self)
 
     def set_read(
         self, intervention: str | ReadIntervention, *, gate_values: GateValues | None = None
     ) -> ReadIntervention:
-        """Change what the read steps do, until the next call of this; "on" is what was trained, bit for bit. Weights
-        and saved files stay as they are.
-
-        "off" keeps the query normalisation the model was trained with, and keeps no statistics. With `layers` so do the
-        layers that are not named.
-
-        Args:
-            intervention: see `ReadIntervention.parse`: "on", "off", "scale=2", "layers=0,3-5", "heads=1", "gate=mean",
-                "gate=shuffled,seed=1", or several as "scale=0.5,layers=3-5".
-            gate_values: of this model, for gate=mean and gate=shuffled; `ccq.analysis.gate.collect_gate_values` makes
-                them.
-
-        Returns:
-            The intervention, with the digest of the values it uses.
-
-        Raises:
-            ValueError: there is no read step, or none that this can be done to; a layer or head does not exist; the
-                values are missing or those of another model. Nothing is changed then.
-        """
-        if isinstance(intervention, str):
-            intervention = ReadIntervention.parse(intervention)
-        self._check_intervention(intervention)
-        reads = self.read_steps()
-        tables: list[Tensor | None] = [None] * len(reads)
-        if intervention.gate != "own":
-            values = self._check_gate_values(intervention, gate_values)
-            tables, intervention = values.tables(intervention), replace(intervention, values=values.digest)
-        for layer, (read, block, table) in enumerate(zip(reads, self.base_model.layers, tables, strict=True)):
-            like = next(block.parameters())
-            kind: dict[str, Any] = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
-            factors = None
-            if intervention.scale != 1 or intervention.heads is not None:
-                factors = torch.full((read.num_heads,), intervention.scale, **kind)
-                if intervention.heads is not None:
-                    off = [head for head in range(read.num_heads) if head not in intervention.heads]
-                    factors[off] = 0
-            enabled = intervention.enabled and (intervention.layers is None or layer in intervention.layers)
-            options = {} if table is None else {"table": table.to(**kind)}
-            read.intervene(enabled=enabled, factors=factors, **options)
-        self.base_model._intervention = intervention
-        return intervention
+        """`ccq.models.set_read` of this model: change what the read steps do, until the next call of this."""
+        return set_read(self, intervention, gate_values=gate_values)
 
     @property
     def read_intervention(self) -> ReadIntervention | None:
         """What the last `set_read` did; None without a read step."""
-        return self.base_model._intervention if self.read_steps() else None
-
-    def _check_intervention(self, intervention: ReadIntervention) -> None:
-        reads = self.read_steps()
-        if not reads:
-            raise ValueError(f"arm {self.config.arm!r} has no read step that {str(intervention)!r} could be done to")
-        if intervention in (ReadIntervention(), ReadIntervention(enabled=False)):
-            return
-        for what, numbers, count in (
-            ("layers", intervention.layers, len(reads)),
-            ("heads", intervention.heads, reads[0].num_heads),
-        ):
-            if numbers and numbers[-1] >= count:
-                raise ValueError(f"{intervention}: the model has {what} 0 ... {count - 1}, not {numbers[-1]}")
-        name, accepted = self.config.read, ["on", "off"]
-        if not reads[0].has_correction:
-            raise ValueError(f"{intervention}: read step {name!r} has no correction; accepted: on, off")
-        if intervention.gate == "own":
-            return
-        accepted += ["scale=X", "layers=...", "heads=..."]
-        gate = getattr(reads[0], "gate", None)
-        if not isinstance(gate, str):
-            reason = "has no gate" if gate is None else "has a fixed lambda, the same for every token"
-            raise ValueError(f"{intervention}: read step {name!r} {reason}; accepted: {', '.join(accepted)}")
-        if intervention.gate == "shuffled" and not reads[0].counts_tokens:
-            accepted.append("gate=mean")
-            raise ValueError(
-                f"{intervention}: the state of read step {name!r} does not count its tokens, by whose positions values "
-                f"are shuffled; accepted: {', '.join(accepted)}"
-            )
-
-    def _check_gate_values(self, intervention: ReadIntervention, values: GateValues | None) -> GateValues:
-        if values is None:
-            raise ValueError(
-                f"{intervention} needs gate_values, those of the gate on a text: make them with "
-                "ccq.analysis.gate.collect_gate_values, or `ccq gates`"
-            )
-        if values.model != fingerprint(self):
-            raise ValueError(f"{intervention}: gate_values are those of another model; make them of this one")
-        if intervention.values not in (None, values.digest):
-            raise ValueError(f"{intervention} asks for other gate_values than the given, which are {values.digest}")
-        return values
+        return read_intervention(self)
 
     @property
     def parameter_count(self) -> int:

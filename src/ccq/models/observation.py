@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ccq.models.modeling import CCQPreTrainedModel
+from torch import nn
+
+from ccq.models.intervention import read_steps
 from ccq.nn.read import ReadObservation
 
 
 @contextmanager
-def observe_reads(model: CCQPreTrainedModel) -> Iterator[list[list[ReadObservation]]]:
-    """Inside the block, one list per layer collects what its read step did at every call; empty for an arm without."""
-    reads = model.read_steps()
+def observe_reads(model: nn.Module) -> Iterator[list[list[ReadObservation]]]:
+    """Inside the block, one list per layer collects what its read step did at every call; empty for a model without
+    any.
+    """
+    reads = read_steps(model)
     observed: list[list[ReadObservation]] = [[] for _ in reads]
     before = [read.observer for read in reads]
     try:
