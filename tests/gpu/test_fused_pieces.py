@@ -111,8 +111,10 @@ def test_the_operators_keep_their_promises() -> None:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
     close: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2}
-    library.opcheck(norm.forward, (given(70, 64),), **close)
-    library.opcheck(convolution.forward, (given(2, 70, 64), given(64, 4), None, given(2, 3, 64), None), **close)
+    library.opcheck(norm.forward.overload, (given(70, 64),), **close)
+    library.opcheck(
+        convolution.forward.overload, (given(2, 70, 64), given(64, 4), None, given(2, 3, 64), None), **close
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own

@@ -75,10 +75,10 @@ def test_two_runs_are_bit_equal_and_nothing_autotunes(monkeypatch: pytest.Monkey
 def test_the_operators_keep_their_promises() -> None:
     x, gate, weight, _ = (each.cuda() for each in draw(70, 64, dtype=torch.bfloat16))
     leaves = [each.clone().requires_grad_() for each in (x, gate, weight)]
-    library.opcheck(forward, (*leaves, EPS), atol=1e-2, rtol=1e-2)
+    library.opcheck(forward.overload, (*leaves, EPS), atol=1e-2, rtol=1e-2)
     y, reciprocal = forward(x, gate, weight, EPS)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    library.opcheck(backward, (y, x, gate, weight, reciprocal, EPS), test_utils=checks)
+    library.opcheck(backward.overload, (y, x, gate, weight, reciprocal, EPS), test_utils=checks)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own

@@ -562,14 +562,14 @@ def test_the_operators_keep_their_promises(rule: str, with_state: bool, boundari
     operator, arguments = OPERATORS[rule], tuple(leaves.values())
     # Weights of later keys are left unwritten, so that only what is promised of shapes can be compared.
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    library.opcheck(operator.forward, (*arguments, state, 0.1, boundaries), test_utils=checks)
+    library.opcheck(operator.forward.overload, (*arguments, state, 0.1, boundaries), test_utils=checks)
     values = [x.detach() for x in arguments]
     before = None if state is None else state.detach()
     output, final, *kept = operator.forward(*values, before, 0.1, boundaries)
     gates = values[4:]
     for d_final in (final, None):
         library.opcheck(
-            operator.backward,
+            operator.backward.overload,
             (*values[:3], *gates, *kept, before, output, d_final, 0.1, boundaries),
             test_utils=checks,
         )
@@ -578,7 +578,7 @@ def test_the_operators_keep_their_promises(rule: str, with_state: bool, boundari
 @by_rule
 def test_the_token_operator_keeps_its_promises(rule: str) -> None:
     inputs = on_gpu(make(rule, 3, 1, 64, 64, torch.bfloat16))
-    library.opcheck(OPERATORS[rule].token, (*inputs.values(), 0.1))
+    library.opcheck(OPERATORS[rule].token.overload, (*inputs.values(), 0.1))
 
 
 @pytest.mark.parametrize(("size", "value_size"), SIZES)

@@ -52,10 +52,10 @@ def test_strided_vectors() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_the_operators_keep_their_promises() -> None:
     x = torch.randn(6, 16, requires_grad=True)
-    library.opcheck(module.forward, (x,), atol=1e-6, rtol=1e-6)
+    library.opcheck(module.forward.overload, (x,), atol=1e-6, rtol=1e-6)
     unit, reciprocal = module.forward(x.detach())
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    library.opcheck(module.backward, (torch.randn_like(unit), unit, reciprocal), test_utils=checks)
+    library.opcheck(module.backward.overload, (torch.randn_like(unit), unit, reciprocal), test_utils=checks)
 
 
 @pytest.mark.parametrize(

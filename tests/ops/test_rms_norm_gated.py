@@ -81,11 +81,11 @@ def test_strided_and_expanded_tensors() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_the_operators_keep_their_promises() -> None:
     x, gate, weight = draw(6, 16, dtype=torch.float32)
-    library.opcheck(module.forward, (x, gate, weight, EPS), atol=1e-6, rtol=1e-6)
+    library.opcheck(module.forward.overload, (x, gate, weight, EPS), atol=1e-6, rtol=1e-6)
     y, reciprocal = module.forward(x.detach(), gate.detach(), weight.detach(), EPS)
     arguments = (y, x.detach(), gate.detach(), weight.detach(), reciprocal, EPS)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    library.opcheck(module.backward, arguments, test_utils=checks)
+    library.opcheck(module.backward.overload, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize(

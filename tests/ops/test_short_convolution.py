@@ -20,10 +20,10 @@ def test_the_operators_keep_their_promises(
     x, weight = torch.randn(rows, 7, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     bias = torch.randn(5, requires_grad=True) if extras else None
     state = torch.randn(sequences, 3, 5, requires_grad=True) if extras else None
-    library.opcheck(module.forward, (x, weight, bias, state, boundaries), atol=1e-5, rtol=1e-5)
+    library.opcheck(module.forward.overload, (x, weight, bias, state, boundaries), atol=1e-5, rtol=1e-5)
     given = [None if t is None else t.detach() for t in (x, weight, bias, state)]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    library.opcheck(module.backward, (torch.randn_like(x), *given, boundaries), test_utils=checks)
+    library.opcheck(module.backward.overload, (torch.randn_like(x), *given, boundaries), test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,11 @@ def test_without_a_bias() -> None:
 def test_the_operators_keep_their_promises() -> None:
     x, weight, bias, gradient = (each.to(DEVICE) for each in draw(40, 24, outputs=3))
     leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
-    library.opcheck(module.forward, (*leaves, True), atol=1e-6, rtol=1e-6)
-    library.opcheck(module.forward, (*leaves[:2], None, False), atol=1e-6, rtol=1e-6)
+    library.opcheck(module.forward.overload, (*leaves, True), atol=1e-6, rtol=1e-6)
+    library.opcheck(module.forward.overload, (*leaves[:2], None, False), atol=1e-6, rtol=1e-6)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for y in (None, module.forward(x, weight, bias, True)):
-        library.opcheck(module.backward, (gradient, y, x, weight), test_utils=checks)
+        library.opcheck(module.backward.overload, (gradient, y, x, weight), test_utils=checks)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.flash_linear_attention import launching_fixed, reason_against
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.reference import NORM_EPSILON, l2_normalize
 
 OPERATION = "l2_norm"
@@ -25,7 +26,7 @@ CONFIGURATIONS = {name: {"BT": 8, "num_warps": 4} for name in ("l2norm_fwd_kerne
 """Bound by memory, so one for every card."""
 
 
-@library.custom_op("ccq::l2_norm", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
+@custom_operator("l2_norm", schema="(Tensor x) -> (Tensor, Tensor)")
 def forward(x: Tensor) -> tuple[Tensor, Tensor]:
     """The unit vectors of x [T, D], and the reciprocal lengths [T] for the backward pass."""
     with launching_fixed(CONFIGURATIONS, x):
@@ -40,9 +41,7 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@library.custom_op(
-    "ccq::l2_norm_backward", mutates_args=(), schema="(Tensor gradient, Tensor unit, Tensor reciprocal) -> Tensor"
-)
+@custom_operator("l2_norm_backward", schema="(Tensor gradient, Tensor unit, Tensor reciprocal) -> Tensor")
 def backward(gradient: Tensor, unit: Tensor, reciprocal: Tensor) -> Tensor:
     """The gradient in x."""
     with launching_fixed(CONFIGURATIONS, unit):

@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.flash_linear_attention import MULTIPLE, launching, reason_against
+from ccq.ops.operators import custom_operator
 
 OPERATION = "rms_norm_gated"
 MAX_SIZE = 512
 """The largest V of the kernels that take several vectors a program."""
 
 
-@library.custom_op(
-    "ccq::rms_norm_gated",
-    mutates_args=(),
+@custom_operator(
+    "rms_norm_gated",
     schema="(Tensor x, Tensor gate, Tensor weight, float eps) -> (Tensor, Tensor)",
 )
 def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,8 @@ def _(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@library.custom_op(
-    "ccq::rms_norm_gated_backward",
-    mutates_args=(),
+@custom_operator(
+    "rms_norm_gated_backward",
     schema="(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor reciprocal, float eps)"
     " -> (Tensor, Tensor, Tensor)",
 )

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.flash_linear_attention import CHUNK, launching_fixed, packing, reason_against
+from ccq.ops.operators import custom_operator
 
 OPERATION = "short_convolution"
 CONFIGURATIONS = {
@@ -34,9 +35,8 @@ def _history(state: Tensor | None) -> Tensor | None:
     return None if state is None else F.pad(state.transpose(1, 2), (1, 0)).contiguous()
 
 
-@library.custom_op(
-    "ccq::short_convolution",
-    mutates_args=(),
+@custom_operator(
+    "short_convolution",
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? state, int[]? boundaries) -> Tensor",
 )
 def forward(
@@ -61,9 +61,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, boun
     return x.new_empty(x.shape)
 
 
-@library.custom_op(
-    "ccq::short_convolution_backward",
-    mutates_args=(),
+@custom_operator(
+    "short_convolution_backward",
     schema="(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? state, int[]? boundaries)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.flash_linear_attention import launching_fixed, reason_against
+from ccq.ops.operators import custom_operator
 
 OPERATION = "swiglu"
 CONFIGURATIONS = {name: {"B": 1024, "num_warps": 4} for name in ("swiglu_fwd_kernel", "swiglu_fwdbwd_kernel")}
 """Bound by memory, so one for every card."""
 
 
-@library.custom_op("ccq::swiglu", mutates_args=(), schema="(Tensor gate, Tensor x) -> Tensor")
+@custom_operator("swiglu", schema="(Tensor gate, Tensor x) -> Tensor")
 def forward(gate: Tensor, x: Tensor) -> Tensor:
     """silu(gate) * x, both of one shape."""
     with launching_fixed(CONFIGURATIONS, x):
@@ -41,9 +42,7 @@ def _(gate: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@library.custom_op(
-    "ccq::swiglu_backward", mutates_args=(), schema="(Tensor gradient, Tensor gate, Tensor x) -> (Tensor, Tensor)"
-)
+@custom_operator("swiglu_backward", schema="(Tensor gradient, Tensor gate, Tensor x) -> (Tensor, Tensor)")
 def backward(gradient: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients in gate and x."""
     with launching_fixed(CONFIGURATIONS, x):

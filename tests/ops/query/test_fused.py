@@ -381,7 +381,7 @@ def test_without_statistics_it_starts_at_nothing_and_keeps_no_zeros(kind: str) -
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operator_keeps_its_promises(correction: bool) -> None:
     library.opcheck(
-        fused.read_step,
+        fused.read_step.overload,
         (*operator_inputs(17, gradient=True), None, None, True, True, True, correction, False),
         atol=1e-6,
         rtol=1e-6,
@@ -393,7 +393,9 @@ def test_the_operator_keeps_its_promises_with_padding_and_packing(boundaries: li
     mask = None if boundaries else torch.arange(20, device=DEVICE)[None] > 2
     inputs = operator_inputs(20, sequences=1 if boundaries is None else 3)
     checks = ("test_schema", "test_faketensor")
-    library.opcheck(fused.read_step, (*inputs, mask, boundaries, True, True, True, True, True), test_utils=checks)
+    library.opcheck(
+        fused.read_step.overload, (*inputs, mask, boundaries, True, True, True, True, True), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize("correction", [True, False])
@@ -405,7 +407,7 @@ def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
     states = (torch.ones_like(second_moment), torch.ones_like(total)) if correction else (None, None)
     arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))
     library.opcheck(
-        fused.read_step_backward,
+        fused.read_step_backward.overload,
         (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True, True, correction),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -352,19 +352,19 @@ def test_the_operators_keep_their_promises(function: tuple[list[float], int]) ->
     q, k, gate, moment, total = (x.to(DEVICE).requires_grad_() for x in leaves)
     count = case.statistics.count.to(DEVICE)
     inputs = (q, k, gate, moment, total, count, None, None, *function, True, True)
-    library.opcheck(operator.covariance_function, (*inputs, True, False), atol=1e-6, rtol=1e-6)
+    library.opcheck(operator.covariance_function.overload, (*inputs, True, False), atol=1e-6, rtol=1e-6)
     checks = ("test_schema", "test_faketensor")
     mask = torch.arange(5, device=DEVICE)[None] > 2
     for given in ((q, k, gate, None, total, count, mask, None), (q, k, gate, None, total, count, None, [0, 5])):
         arguments = (*given, *function, True, True, False, True)
-        library.opcheck(operator.covariance_function, arguments, test_utils=checks)
+        library.opcheck(operator.covariance_function.overload, arguments, test_utils=checks)
     with torch.no_grad():
         query, correction, _, last, _, vectors = operator.covariance_function(*inputs, True, False)
     known = (query, correction, last, vectors, torch.ones_like(q))
     for dr, states in ((torch.ones_like(q), (torch.ones_like(moment), torch.ones_like(total))), (None, (None, None))):
         arguments = (q, k, gate, moment, count, *known, dr, *states, None, None, *function, True, True, dr is not None)
         arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
-        library.opcheck(operator.covariance_function_backward, arguments, test_utils=checks)
+        library.opcheck(operator.covariance_function_backward.overload, arguments, test_utils=checks)
 
 
 def test_what_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

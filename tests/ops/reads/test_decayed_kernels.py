@@ -385,10 +385,10 @@ def test_the_operators_keep_their_promises(name: str, kind: str) -> None:
     options = {"atol": 1e-6, "rtol": 1e-6} | ({"test_utils": checks} if checks else {})
     if name == "decay":
         arguments = (x["q"], x["k"], x["gate"], decay, *state, mask, boundaries, True, True, kind == "state", True)
-        library.opcheck(decay_read, arguments, **options)
+        library.opcheck(decay_read.overload, arguments, **options)
     else:
         arguments = (x["q"], x["k"], x["ridge"], decay, *state, mask, boundaries, 30, True, True, False)
-        library.opcheck(mesa_read, arguments, **options)
+        library.opcheck(mesa_read.overload, arguments, **options)
 
 
 def test_what_the_kernels_do_not_take_is_named() -> None:

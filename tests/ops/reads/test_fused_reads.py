@@ -405,11 +405,13 @@ def test_the_operator_of_two_parts_keeps_its_promises() -> None:
     q, k, gate = given(1, 5, 1, 16), given(1, 5, 1, 16), given(1, 5, 1)
     state = (given(1, 1, 16, 16).detach(), given(1, 1, 16).detach(), count(3))
     sequences = ("test_schema", "test_faketensor")
-    library.opcheck(two_parts.read_in_parts, (q, k, gate, *state, None, None, True, True), atol=1e-5, rtol=1e-5)
+    library.opcheck(
+        two_parts.read_in_parts.overload, (q, k, gate, *state, None, None, True, True), atol=1e-5, rtol=1e-5
+    )
     mask = torch.arange(5, device=DEVICE)[None] > 2
     arguments = (q, k, gate, None, *state[1:])
-    library.opcheck(two_parts.read_in_parts, (*arguments, mask, None, True, True), test_utils=sequences)
-    library.opcheck(two_parts.read_in_parts, (*arguments, None, [0, 5], True, False), test_utils=sequences)
+    library.opcheck(two_parts.read_in_parts.overload, (*arguments, mask, None, True, True), test_utils=sequences)
+    library.opcheck(two_parts.read_in_parts.overload, (*arguments, None, [0, 5], True, False), test_utils=sequences)
 
 
 def test_comba_of_nothing() -> None:
@@ -475,15 +477,17 @@ def queries(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_operators_keep_their_promises(name: str) -> None:
     operator, make = OPERATORS[name]
     options = (True, 1e-3) if name == "trace" else (True, True, True, False)
-    library.opcheck(operator, (*make(), None, None, *options), atol=1e-5, rtol=1e-5)
+    library.opcheck(operator.overload, (*make(), None, None, *options), atol=1e-5, rtol=1e-5)
     mask = torch.arange(17, device=DEVICE)[None] > 2
-    library.opcheck(operator, (*make(), mask, None, *options), test_utils=("test_schema", "test_faketensor"))
-    library.opcheck(operator, (*make(), None, [0, 17], *options), test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(operator.overload, (*make(), mask, None, *options), test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(
+        operator.overload, (*make(), None, [0, 17], *options), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_the_operator_of_comba_keeps_its_promises() -> None:
     arguments = (given(1, 17, 2, 16), given(1, 17, 2, 16), given(2))
-    library.opcheck(comba.comba_read, (*arguments, None, True, True, True, False), atol=1e-5, rtol=1e-5)
+    library.opcheck(comba.comba_read.overload, (*arguments, None, True, True, True, False), atol=1e-5, rtol=1e-5)
 
 
 def test_what_the_kernels_do_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

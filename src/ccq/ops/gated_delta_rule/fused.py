@@ -21,17 +21,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.flash_linear_attention import CHUNK, launching, packing
+from ccq.ops.operators import custom_operator
 from ccq.ops.write_rule import WriteRuleResult
 
 RULE = "gated_delta_rule"
 
 
-@library.custom_op(
-    "ccq::gated_delta_rule",
-    mutates_args=(),
+@custom_operator(
+    "gated_delta_rule",
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor? state, float scale, "
     "int[]? boundaries) -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -83,9 +83,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::gated_delta_rule_backward",
-    mutates_args=(),
+@custom_operator(
+    "gated_delta_rule_backward",
     schema="(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor summed, Tensor inverse, Tensor? state, "
     "Tensor d_output, Tensor? d_final, float scale, int[]? boundaries)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -155,9 +154,8 @@ def _backward(ctx: Any, d_output: Tensor | None, d_final: Tensor | None, *_: Any
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-@library.custom_op(
-    "ccq::gated_delta_rule_token",
-    mutates_args=(),
+@custom_operator(
+    "gated_delta_rule_token",
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state, float scale)"
     " -> (Tensor, Tensor)",
 )

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.flash_linear_attention import CHUNK, launching, packing
+from ccq.ops.operators import custom_operator
 from ccq.ops.write_rule import WriteRuleResult
 
 RULE = "gla"
 
 
-@library.custom_op(
-    "ccq::gated_linear_attention",
-    mutates_args=(),
+@custom_operator(
+    "gated_linear_attention",
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor? state, float scale, int[]? boundaries)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -76,9 +76,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::gated_linear_attention_backward",
-    mutates_args=(),
+@custom_operator(
+    "gated_linear_attention_backward",
     schema="(Tensor q, Tensor k, Tensor v, Tensor summed, Tensor weights, Tensor? state, Tensor d_output, "
     "Tensor? d_final, float scale, int[]? boundaries) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -94,19 +93,48 @@ def backward(
     scale: float,
     boundaries: Sequence[int] | None,
 ) -> tuple[Tensor, ...]:
-    """The gradients in q, k, v, log_decay and state (empty without a state)."""
+    """The gradients in q, k, v, log_decay and state (empty without a state).
+
+    The steps of the package's own backward pass, with fewer bytes in bfloat16: states and their gradients, which it
+    keeps in float32, enter products in bfloat16 anyway, and only the decay's gradient sees more of them; weights of
+    float32 would be multiplied without matrix units; and the gradients are rounded where they are stored.
+    """
     q, k, v, d_output = (x.contiguous() for x in (q, k, v, d_output))
+    first = None if state is None else state.contiguous()
     with launching(RULE, q, v):
-        from fla.ops.gla.chunk import chunk_gla_bwd
+        from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_h
+        from fla.ops.gla.chunk import (
+            chunk_gla_bwd_dA,
+            chunk_gla_bwd_dqk_intra,
+            chunk_gla_bwd_dv,
+            chunk_gla_bwd_kernel_inter,
+        )
 
         packed = packing(boundaries, q)
-        d_q, d_k, d_v, d_log_decay, d_state = chunk_gla_bwd(
-            q=q, k=k, v=v, g=None, g_cumsum=summed, scale=scale,
-            initial_state=None if state is None else state.contiguous(), h=None, A=weights, do=d_output,
-            dht=None if d_final is None else d_final.contiguous(), cu_seqlens=packed.cu_seqlens, chunk_size=CHUNK,
-            chunk_indices=packed.chunk_indices,
+        # float16 has not the range for states.
+        cut = {"cu_seqlens": packed.cu_seqlens, "chunk_size": CHUNK}
+        kept = {"h0": first, "gk": summed, "states_in_fp32": q.dtype == torch.float16, **cut}
+        states, _ = chunk_fwd_h(k=k, v=v, output_final_state=False, **kept)
+        d_states, d_state = chunk_bwd_dh(
+            q=q, k=k, v=v, do=d_output, dht=None if d_final is None else d_final.contiguous(), scale=scale, **kept
+        )
+        cut["chunk_indices"] = packed.chunk_indices
+        d_v = chunk_gla_bwd_dv(k=k, g=summed, A=weights.to(q.dtype), do=d_output, dh=d_states, **cut)
+        d_weights = chunk_gla_bwd_dA(v=v, do=d_output, scale=scale, **cut)
+        inner_q, inner_k = chunk_gla_bwd_dqk_intra(q=q, k=k, g=summed, dA=d_weights, **cut)
+        d_q, d_k, d_log_decay = torch.empty_like(q), torch.empty_like(k), torch.empty_like(summed)
+        rows, tokens, heads, size = q.shape
+        chunks = -(-tokens // CHUNK) if packed.chunk_indices is None else len(packed.chunk_indices)
+
+        def grid(chosen: dict[str, int]) -> tuple[int, int]:
+            return -(-size // chosen["BK"]) * chunks, rows * heads
+
+        chunk_gla_bwd_kernel_inter[grid](
+            q=q, k=k, v=v, g=summed, h=states, do=d_output, dh=d_states, dq=inner_q, dk=inner_k, dq2=d_q, dk2=d_k,
+            dg=d_log_decay, cu_seqlens=packed.cu_seqlens, chunk_indices=packed.chunk_indices, scale=scale, T=tokens,
+            H=heads, K=size, V=v.shape[-1], BT=CHUNK, STATE_V_FIRST=False,
         )  # fmt: skip
-    return d_q.to(q.dtype), d_k.to(k.dtype), d_v, d_log_decay, summed.new_empty(0) if d_state is None else d_state
+    return d_q, d_k, d_v, d_log_decay, summed.new_empty(0) if d_state is None else d_state
 
 
 @backward.register_fake
@@ -145,9 +173,8 @@ def _backward(ctx: Any, d_output: Tensor | None, d_final: Tensor | None, *_: Any
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-@library.custom_op(
-    "ccq::gated_linear_attention_token",
-    mutates_args=(),
+@custom_operator(
+    "gated_linear_attention_token",
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state, float scale) -> (Tensor, Tensor)",
 )
 def token(

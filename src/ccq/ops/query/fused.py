@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, library
 
 from ccq.ops.checks import accumulation_dtype
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.statistics import KeyStatistics
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -90,9 +91,8 @@ _RESULTS = "bool return_correction, bool wide"
 _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 
 
-@library.custom_op(
-    "ccq::read_step",
-    mutates_args=(),
+@custom_operator(
+    "read_step",
     schema=f"({_INPUTS}Tensor? second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -171,9 +171,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::read_step_backward",
-    mutates_args=(),
+@custom_operator(
+    "read_step_backward",
     schema=f"({_INPUTS}Tensor? second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
     "Tensor vectors, Tensor mean, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, "
     f"{_SEQUENCES}{_OPTIONS}bool state_gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -283,9 +282,8 @@ def _backward(
 read_step.register_autograd(_backward, setup_context=_setup_context)
 
 
-@library.custom_op(
-    "ccq::read_token",
-    mutates_args=(),
+@custom_operator(
+    "read_token",
     schema=f"({_INPUTS}Tensor second_moment, Tensor total, Tensor count, {_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import TRITON_INSTALLED
 
 MAX_OUTPUTS = 64
@@ -33,9 +34,7 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::thin_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias, bool sigmoid) -> Tensor"
-)
+@custom_operator("thin_linear", schema="(Tensor x, Tensor weight, Tensor? bias, bool sigmoid) -> Tensor")
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sigmoid: bool) -> Tensor:
     """x [R, E], weight [H, E], bias [H] -> [R, H] float32."""
     with torch.cuda.device_of(x):
@@ -50,9 +49,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, sigmoid: bool) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-@library.custom_op(
-    "ccq::thin_linear_backward",
-    mutates_args=(),
+@custom_operator(
+    "thin_linear_backward",
     schema="(Tensor dy, Tensor? y, Tensor x, Tensor weight) -> (Tensor, Tensor, Tensor)",
 )
 def backward(dy: Tensor, y: Tensor | None, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

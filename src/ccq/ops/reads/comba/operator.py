@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import check_device
 
 
@@ -25,9 +26,8 @@ def _kernels(x: Tensor) -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::comba_read",
-    mutates_args=(),
+@custom_operator(
+    "comba_read",
     schema="(Tensor q, Tensor k, Tensor strength, Tensor? mask, bool unit_queries, bool unit_keys, "
     "bool return_correction, bool wide) -> (Tensor, Tensor)",
 )
@@ -66,9 +66,8 @@ def _(
     return query, q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
 
 
-@library.custom_op(
-    "ccq::comba_read_backward",
-    mutates_args=(),
+@custom_operator(
+    "comba_read_backward",
     schema="(Tensor q, Tensor k, Tensor strength, Tensor? mask, Tensor dy, Tensor? dr, bool unit_queries, "
     "bool unit_keys) -> (Tensor, Tensor, Tensor)",
 )

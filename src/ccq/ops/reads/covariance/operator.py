@@ -17,9 +17,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype
+from ccq.ops.operators import custom_operator
 from ccq.ops.query import KeyStatistics
 from ccq.ops.query.fused import check_device
 from ccq.ops.reads.triton_backend import Call, block_count
@@ -51,9 +52,8 @@ _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 _OPTIONS = "float[] coefficients, int steps, bool unit_queries, bool unit_keys, "
 
 
-@library.custom_op(
-    "ccq::covariance_function",
-    mutates_args=(),
+@custom_operator(
+    "covariance_function",
     schema=f"({_INPUTS}Tensor? second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}"
     "bool return_correction, bool wide) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -125,9 +125,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::covariance_function_backward",
-    mutates_args=(),
+@custom_operator(
+    "covariance_function_backward",
     schema=f"({_INPUTS}Tensor? second_moment, Tensor count, Tensor? query, Tensor? correction, Tensor last_total, "
     f"Tensor vectors, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, {_SEQUENCES}{_OPTIONS}"
     "bool state_gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import check_device
 from ccq.ops.reads.decayed.operator import empty_sums
 
@@ -30,9 +31,8 @@ def _kernels(q: Tensor) -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::decay_read",
-    mutates_args=(),
+@custom_operator(
+    "decay_read",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor log_decay, Tensor? second_moment, Tensor? total, Tensor? weight, "
     "Tensor? mask, int[]? boundaries, bool unit_queries, bool unit_keys, bool return_correction, bool wide)"
     f" -> ({', '.join(['Tensor'] * 13)})",
@@ -92,9 +92,8 @@ def _(
     return query, correction, *sums[6:], *sums[:6], *per_token
 
 
-@library.custom_op(
-    "ccq::decay_read_backward",
-    mutates_args=(),
+@custom_operator(
+    "decay_read_backward",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor[] sums, Tensor mean, Tensor seen, Tensor dy, Tensor? dr, "
     "Tensor? d_moment, Tensor? d_total, Tensor? d_weight, Tensor? mask, int[]? boundaries, bool unit_queries, "
     "bool unit_keys, bool state_gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -18,8 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import check_device
 from ccq.ops.reads.triton_backend import block_count
 
@@ -32,9 +33,8 @@ def _kernels(x: Tensor) -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::mean_read",
-    mutates_args=(),
+@custom_operator(
+    "mean_read",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor total, Tensor count, Tensor? mask, int[]? boundaries, "
     "bool unit_queries, bool unit_keys, bool return_correction, bool wide)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -89,9 +89,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::mean_read_backward",
-    mutates_args=(),
+@custom_operator(
+    "mean_read_backward",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor vectors, Tensor count, Tensor dy, Tensor? dr, Tensor d_total, "
     "Tensor? mask, int[]? boundaries, bool unit_queries, bool unit_keys) -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -158,9 +157,8 @@ def _mean_backward(
 mean_read.register_autograd(_mean_backward, setup_context=_setup_mean_context)
 
 
-@library.custom_op(
-    "ccq::inverse_trace",
-    mutates_args=(),
+@custom_operator(
+    "inverse_trace",
     schema="(Tensor k, Tensor sums, Tensor count, Tensor? mask, int[]? boundaries, bool unit_keys, float floor)"
     " -> (Tensor, Tensor)",
 )
@@ -199,9 +197,8 @@ def _(
     return k.new_empty(k.shape[:3], dtype=torch.float32), k.new_empty(before, dtype=torch.float32)
 
 
-@library.custom_op(
-    "ccq::inverse_trace_backward",
-    mutates_args=(),
+@custom_operator(
+    "inverse_trace_backward",
     schema="(Tensor d_inverse, Tensor inverse, Tensor k, Tensor before, Tensor count, Tensor? mask, "
     "int[]? boundaries, bool unit_keys, float floor) -> (Tensor, Tensor)",
 )

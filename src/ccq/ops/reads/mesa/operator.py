@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import check_device
 from ccq.ops.reads.decayed.operator import empty_sums
 
@@ -29,9 +30,8 @@ def _kernels(q: Tensor) -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::mesa_read",
-    mutates_args=(),
+@custom_operator(
+    "mesa_read",
     schema="(Tensor q, Tensor k, Tensor ridge, Tensor log_decay, Tensor? second_moment, Tensor? mask, "
     "int[]? boundaries, int steps, bool unit_queries, bool unit_keys, bool wide)"
     f" -> ({', '.join(['Tensor'] * 6)})",
@@ -80,9 +80,8 @@ def _(
     return q.new_empty(q.shape, dtype=torch.float32 if wide else q.dtype), sums[6], *sums[:4]
 
 
-@library.custom_op(
-    "ccq::mesa_read_backward",
-    mutates_args=(),
+@custom_operator(
+    "mesa_read_backward",
     schema="(Tensor q, Tensor k, Tensor ridge, Tensor[] sums, Tensor solution, Tensor dy, Tensor? d_moment, "
     "Tensor? mask, int[]? boundaries, int steps, bool unit_queries, bool unit_keys, bool state_gradients)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",

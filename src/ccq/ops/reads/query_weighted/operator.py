@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import check_device
 from ccq.ops.reads.triton_backend import block_count
 
@@ -32,9 +33,8 @@ def _kernels(x: Tensor) -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::query_weighted_read",
-    mutates_args=(),
+@custom_operator(
+    "query_weighted_read",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor landmarks, Tensor totals, Tensor shares, Tensor? mask, "
     "int[]? boundaries, bool unit_queries, bool unit_keys, bool return_correction, bool wide)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -96,9 +96,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::query_weighted_read_backward",
-    mutates_args=(),
+@custom_operator(
+    "query_weighted_read_backward",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor landmarks, Tensor totals_before, Tensor shares_before, "
     "Tensor dy, Tensor? dr, Tensor d_totals, Tensor d_shares, Tensor? mask, int[]? boundaries, bool unit_queries, "
     "bool unit_keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

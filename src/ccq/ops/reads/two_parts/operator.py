@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import check_device
 from ccq.ops.reads.triton_backend import block_count
 
@@ -27,9 +28,8 @@ def _kernels(x: Tensor) -> ModuleType:
     return kernels
 
 
-@library.custom_op(
-    "ccq::read_in_parts",
-    mutates_args=(),
+@custom_operator(
+    "read_in_parts",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor? second_moment, Tensor total, Tensor count, Tensor? mask, "
     "int[]? boundaries, bool unit_queries, bool unit_keys)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -79,9 +79,8 @@ def _(
     )
 
 
-@library.custom_op(
-    "ccq::read_in_parts_backward",
-    mutates_args=(),
+@custom_operator(
+    "read_in_parts_backward",
     schema="(Tensor q, Tensor k, Tensor gate, Tensor? second_moment, Tensor count, Tensor last_total, "
     "Tensor reciprocal, Tensor vectors, Tensor mean, Tensor d_kept, Tensor d_removed, Tensor? d_moment, "
     "Tensor? d_total, Tensor? mask, int[]? boundaries, bool unit_queries, bool unit_keys, bool state_gradients)"

@@ -1,0 +1,110 @@
+"""Operators made by `custom_operator`, in the eager mode, under the compiler and where they are misused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, library
+
+from ccq.ops.operators import custom_operator
+
+
+@custom_operator("test_scaled_square", schema="(Tensor x, Tensor? weight, float scale) -> (Tensor, Tensor)")
+def scaled_square(x: Tensor, weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """scale weight x^2, and twice x."""
+    square = scale * x * x
+    return square if weight is None else weight * square, 2 * x
+
+
+@scaled_square.register_fake
+def _(x: Tensor, weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, ctx.scale = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, weight, double = ctx.saved_tensors
+    d_square = ctx.scale * gradient
+    if weight is None:
+        return d_square * double, None, None
+    return d_square * weight * double, d_square * x * x, None
+
+
+scaled_square.register_autograd(_backward, setup_context=_setup_context)
+
+
+def inputs(*, gradient: bool = True) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(3, 4, generator=random, dtype=torch.float64) for _ in range(2))
+    return x.requires_grad_(gradient), weight.requires_grad_(gradient)
+
+
+def test_the_function_runs_with_its_own_name_and_docstring() -> None:
+    x, weight = inputs(gradient=False)
+    square, double = scaled_square(x, weight, 0.5)
+    assert torch.equal(square, weight * (0.5 * x * x))
+    assert torch.equal(double, x + x)
+    assert torch.equal(torch.ops.ccq.test_scaled_square(x, None, 0.5)[0], 0.5 * x * x)
+    assert scaled_square.__doc__ == "scale weight x^2, and twice x."
+
+
+def test_gradients_are_those_of_the_formulas() -> None:
+    x, weight = inputs()
+    assert torch.autograd.gradcheck(lambda x, weight: scaled_square(x, weight, 0.5)[0], (x, weight))
+    assert torch.autograd.gradcheck(lambda x: scaled_square(x, None, 0.5)[0], (x,))
+
+
+def test_nothing_is_recorded_where_nothing_can_be_asked_for() -> None:
+    x, weight = inputs()
+    with torch.no_grad():
+        assert scaled_square(x, weight, 1.0)[0].grad_fn is None
+    assert scaled_square(x.detach(), weight.detach(), 1.0)[0].grad_fn is None
+    square, double = scaled_square(x, weight.detach(), 1.0)
+    assert square.grad_fn is not None
+    assert not double.requires_grad
+
+
+@custom_operator("test_scaled_square_backward", schema="(Tensor gradient, Tensor double) -> Tensor")
+def product(gradient: Tensor, double: Tensor) -> Tensor:
+    return gradient * double
+
+
+def test_what_has_no_formula_is_not_taken_for_a_constant() -> None:
+    """As in a second derivative: the operator of the backward pass depends on what the forward pass saved."""
+    x = torch.ones(3, requires_grad=True)
+    (d_x,) = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+    found = product(d_x, x).sum()
+    assert found.requires_grad
+    with pytest.raises(RuntimeError, match="ccq::test_scaled_square_backward has no derivative"):
+        found.backward()
+
+
+def test_it_keeps_the_promises_of_an_operator() -> None:
+    x, weight = inputs()
+    library.opcheck(scaled_square.overload, (x, weight, 0.5))
+    library.opcheck(scaled_square.overload, (x, None, 0.5))
+
+
+def test_compiled_in_one_graph() -> None:
+    def twice(x: Tensor, weight: Tensor) -> Tensor:
+        return scaled_square(scaled_square(x.sin(), weight, 0.5)[0], None, 2.0)[0].cos()
+
+    eager = inputs()
+    expected = torch.autograd.grad(twice(*eager).sum(), eager)
+    compiled = inputs()
+    found = torch.compile(twice, backend="aot_eager", fullgraph=True)(*compiled)
+    assert torch.allclose(found, twice(*eager), rtol=1e-12)
+    for actual, wanted in zip(torch.autograd.grad(found.sum(), compiled), expected, strict=True):
+        assert torch.allclose(actual, wanted, rtol=1e-12)
+
+
+def test_shapes_without_numbers() -> None:
+    x, weight = (value.to("meta") for value in inputs(gradient=False))
+    assert scaled_square(x, weight, 1.0)[0].shape == (3, 4)
