@@ -18,6 +18,7 @@ from ccq.nn import ShortConvolution
 from ccq.ops import l2_norm as norm
 from ccq.ops import short_convolution as convolution
 from ccq.ops.l2_norm import l2_norm
+from ccq.ops.log_decay import log_sigmoid_decay
 from ccq.ops.swiglu import swiglu
 from ccq.ops.thin_linear import thin_linear
 
@@ -174,5 +175,19 @@ def test_swiglu(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
         leaves = [gate.requires_grad_(), x.requires_grad_()]
         y = swiglu(*leaves)
         return dict(zip(("y", "gate", "x"), (y.detach(), *torch.autograd.grad(y, leaves, gradient)), strict=True))
+
+    check(run, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 700, 1536), (8, 4096, 1536)])
+@by_dtype
+def test_log_decay(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    x, gradient = (5 * torch.randn(shape)).to(dtype), torch.randn(shape)
+
+    def run(device: str, kind: torch.dtype) -> Results:
+        leaf = x.to(device, kind).requires_grad_()
+        y = log_sigmoid_decay(leaf, 16.0)
+        return {"y": y.detach(), "x": torch.autograd.grad(y, leaf, gradient.to(device, y.dtype))[0]}
 
     check(run, dtype)

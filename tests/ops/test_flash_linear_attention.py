@@ -67,6 +67,13 @@ KERNELS = {
     },
     "rms_norm_gated": {"layer_norm_gated_fwd_kernel": {"BT"}, "layer_norm_gated_bwd_kernel": {"BT"}},
 }
+# Those of gated linear attention that ccq.ops.gla.kernels replaces: the tables keep them for the package's own layers,
+# which `ccq bench layer` runs beside these.
+REPLACED = {
+    "chunk_gla_fwd_A_kernel_intra_sub_inter",
+    "chunk_gla_fwd_A_kernel_intra_sub_intra",
+    "chunk_gla_bwd_kernel_intra",
+}
 INSTALLED = importlib.util.find_spec("fla") is not None
 
 by_rule = pytest.mark.parametrize("rule", RULES)
@@ -253,7 +260,7 @@ def test_configurations_compile_and_fit(card: str, capability: tuple[int, int]) 
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     for rule, kernels in KERNELS.items():
-        assert {row["kernel"] for row in found if row["rule"] == rule} == kernels.keys()
+        assert {row["kernel"] for row in found if row["rule"] == rule} == kernels.keys() - REPLACED
     for row in found:
         assert row["shared"] <= limit * 1024, row
         # Other configurations than the package's own have not been seen to be right by anyone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
@@ -18,8 +17,8 @@ from ccq.nn.mixers.common import (
 )
 from ccq.nn.norm import RMSNormGated
 from ccq.nn.read import ReadStep
-from ccq.ops.checks import accumulation_dtype
 from ccq.ops.gla import gated_linear_attention
+from ccq.ops.log_decay import log_sigmoid_decay
 
 FEATURE_MAPS = (None, "hedgehog")
 
@@ -112,9 +111,7 @@ class GatedLinearAttention(nn.Module):
         q, k, v = (split_heads(y, self.num_heads) for y in (q, k, v))
         if self.has_feature_map:
             q, k = self.feature_map_q(q), self.feature_map_k(k)
-        log_decay = self.gk_proj(x)
-        log_decay = F.logsigmoid(log_decay.to(accumulation_dtype(log_decay.dtype))) / self.gate_logit_normalizer
-        log_decay = split_heads(log_decay, self.num_heads)
+        log_decay = split_heads(log_sigmoid_decay(self.gk_proj(x), self.gate_logit_normalizer), self.num_heads)
 
         statistics = None
         if self.read is not None:

@@ -12,7 +12,9 @@ CUDA graphs. Operators take and return plain tensors, and never None: a gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +25,12 @@ from ccq.ops.operators import custom_operator
 from ccq.ops.write_rule import WriteRuleResult
 
 RULE = "gla"
+
+
+def _kernels() -> ModuleType:
+    from ccq.ops.gla import kernels
+
+    return kernels
 
 
 @custom_operator(
@@ -39,18 +47,34 @@ def forward(
     scale: float,
     boundaries: Sequence[int] | None,
 ) -> tuple[Tensor, ...]:
-    """Output and last state; and for the backward pass the decays summed from the beginning of each chunk, and the
-    weights inside the chunks (only those of earlier keys are written). `log_decay` is float32.
+    """Output and last state; and for the backward pass the decays summed from the beginning of each chunk, in units of
+    log 2, and the weights inside the chunks. `log_decay` is float32.
     """
     q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
     with launching(RULE, q, v):
-        from fla.ops.gla.chunk import chunk_gla_fwd
+        from fla.ops.common.chunk_h import chunk_fwd_h
+        from fla.ops.gla.chunk import chunk_gla_fwd_kernel_o
+        from fla.ops.utils.cumsum import chunk_local_cumsum
 
         packed = packing(boundaries, q)
-        summed, weights, _, final, output = chunk_gla_fwd(
-            q=q, k=k, v=v, g=log_decay, g_cumsum=None, scale=scale,
-            initial_state=None if state is None else state.contiguous(), output_final_state=True,
-            cu_seqlens=packed.cu_seqlens, chunk_size=CHUNK, chunk_indices=packed.chunk_indices,
+        cut = {"cu_seqlens": packed.cu_seqlens, "chunk_indices": packed.chunk_indices}
+        summed = chunk_local_cumsum(log_decay, CHUNK, scale=1 / math.log(2), **cut)
+        states, final = chunk_fwd_h(
+            k=k, v=v, gk=summed, h0=None if state is None else state.contiguous(), output_final_state=True,
+            cu_seqlens=packed.cu_seqlens, chunk_size=CHUNK,
+        )  # fmt: skip
+        weights = _kernels().chunk_weights(q, k, summed, scale, chunk=CHUNK, **cut)
+        output = torch.empty_like(v)
+        rows, tokens, heads, size = q.shape
+        chunks = -(-tokens // CHUNK) if packed.chunk_indices is None else len(packed.chunk_indices)
+
+        def grid(chosen: dict[str, int]) -> tuple[int, int]:
+            return -(-v.shape[-1] // chosen["BV"]) * chunks, rows * heads
+
+        # Its own function would clear the output first.
+        chunk_gla_fwd_kernel_o[grid](
+            q=q, v=v, g=summed, h=states, o=output, A=weights, scale=scale, T=tokens, H=heads, HV=heads, K=size,
+            V=v.shape[-1], BT=CHUNK, STATE_V_FIRST=False, **cut,
         )  # fmt: skip
     return output, final, summed, weights
 
@@ -72,7 +96,7 @@ def _(
         v.new_empty(v.shape),
         v.new_empty((sequences, heads, size, v.shape[3]), dtype=kept),
         q.new_empty(q.shape, dtype=kept),
-        q.new_empty((rows, tokens, heads, CHUNK), dtype=kept),
+        q.new_empty((rows, tokens, heads, CHUNK)),
     )
 
 
@@ -103,12 +127,7 @@ def backward(
     first = None if state is None else state.contiguous()
     with launching(RULE, q, v):
         from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_h
-        from fla.ops.gla.chunk import (
-            chunk_gla_bwd_dA,
-            chunk_gla_bwd_dqk_intra,
-            chunk_gla_bwd_dv,
-            chunk_gla_bwd_kernel_inter,
-        )
+        from fla.ops.gla.chunk import chunk_gla_bwd_dA, chunk_gla_bwd_dv, chunk_gla_bwd_kernel_inter
 
         packed = packing(boundaries, q)
         # float16 has not the range for states.
@@ -119,9 +138,11 @@ def backward(
             q=q, k=k, v=v, do=d_output, dht=None if d_final is None else d_final.contiguous(), scale=scale, **kept
         )
         cut["chunk_indices"] = packed.chunk_indices
-        d_v = chunk_gla_bwd_dv(k=k, g=summed, A=weights.to(q.dtype), do=d_output, dh=d_states, **cut)
+        d_v = chunk_gla_bwd_dv(k=k, g=summed, A=weights, do=d_output, dh=d_states, **cut)
         d_weights = chunk_gla_bwd_dA(v=v, do=d_output, scale=scale, **cut)
-        inner_q, inner_k = chunk_gla_bwd_dqk_intra(q=q, k=k, g=summed, dA=d_weights, **cut)
+        inner_q, inner_k = _kernels().chunk_gradients(
+            q, k, summed, d_weights, chunk=CHUNK, cu_seqlens=packed.cu_seqlens, chunk_indices=packed.chunk_indices
+        )
         d_q, d_k, d_log_decay = torch.empty_like(q), torch.empty_like(k), torch.empty_like(summed)
         rows, tokens, heads, size = q.shape
         chunks = -(-tokens // CHUNK) if packed.chunk_indices is None else len(packed.chunk_indices)
