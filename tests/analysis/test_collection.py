@@ -187,9 +187,44 @@ def test_qwen3_5_shows_its_softmax_layers_and_no_queries_mixed_with_gates() -> N
 
 def test_a_model_without_key_projections_is_refused() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2)
+    # Told before it runs: it would end in an error of its own behind its last position.
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=8)
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no layer with a module k_proj"):
         collect(transformers.GPT2LMHeadModel(config).eval(), some_tokens())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+        ("GPTNeo", {"attention_types": [[["global"], 2]]}),
+        ("GPTJ", {"rotary_dim": 4}),
+    ],
+)
+def test_a_text_beyond_a_table_of_positions_is_refused(kind: str, changes: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=11,
+        bos_token_id=0,
+        eos_token_id=0,
+        **changes,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    assert len(collect(model, some_tokens(11))) == 2
+    with pytest.raises(ValueError, match=r"knows 11 positions, but a text has 12 tokens; .* --fillers"):
+        collect(model, some_tokens(12))
+
+
+def test_computed_positions_have_no_end() -> None:
+    assert len(collect(qwen3(max_position_embeddings=8), some_tokens())) == 2
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2}
+    config = transformers.XGLMConfig(**sizes, attention_heads=4, max_position_embeddings=8)
+    assert len(collect(transformers.XGLMForCausalLM(config).eval(), some_tokens())) == 2
 
 
 def test_nothing_is_left_behind_in_the_model() -> None:

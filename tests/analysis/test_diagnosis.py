@@ -94,6 +94,8 @@ def test_alignment_follows_the_protocol(look: str) -> None:
         assert layer_found["standard_deviation"] == pytest.approx(statistics.stdev(by_prompt))
         assert layer_found["needle"] == pytest.approx(statistics.mean(needles[number]))
         assert layer_found["rare_text"] == pytest.approx(statistics.mean(rare[number]))
+    whole_model = [statistics.mean(values) for values in zip(*differences.values(), strict=True)]
+    assert found["difference_by_prompt"] == pytest.approx(whole_model)
     means = {cell: statistics.mean(values) for cell, values in differences.items()}
     assert found["difference"] == pytest.approx(statistics.mean(means.values()))
     assert found["heads_above_zero"] == sum(value > 0 for value in means.values())
@@ -194,8 +196,51 @@ def test_gates_corrections_and_margins_of_every_query(arm: str) -> None:
         assert margin["score_change"]["text"] == pytest.approx(statistics.mean(figures["text_scores"]), **close)
 
 
-def test_expansion_at_the_queries_of_four_places() -> None:
-    model = own_model("gla")
+@pytest.mark.parametrize("arm", ["gla+ccq", "gated-deltanet"])
+def test_error_of_rounding_is_a_ratio_of_root_mean_squares(arm: str) -> None:
+    """The first tokens have next to no correction, so that a mean of their ratios would be that of a few."""
+    model = own_model(arm)
+    found = diagnosed(model)["correction"]
+    assert found is not None
+    for number in range(2):
+        errors, changes, unchanged, ratios = [], [], [], []
+        for prompt in some_prompts():
+            layer = collect(model, prompt.tokens)[number]
+            assert layer.queries is not None
+            of_prompt: tuple[list[float], list[float], list[float]] = ([], [], [])
+            for t in range(len(prompt.tokens)):
+                for head in range(2):
+                    if layer.read is not None:
+                        query = layer.read.query[t, head]
+                        change = layer.read.gate[t, head] * layer.read.correction[t, head]
+                    else:
+                        query = F.normalize(layer.queries[t, head, 0], dim=-1)
+                        keys = F.normalize(layer.met_keys[: t + 1, head], dim=-1)
+                        change = 0.3 * torch.cov(keys.T, correction=0) @ query
+                    error = (query - change).bfloat16().double() - (query - change)
+                    of_prompt[0].append(float(error @ error) if t else 0)
+                    of_prompt[1].append(float(change @ change))
+                    same = (query - change).bfloat16() == query.bfloat16()
+                    of_prompt[2].append(float(same.double().mean()))
+                    ratios += [float(error.norm() / change.norm())] if t else []
+            for values, of_all in zip(of_prompt, (errors, changes, unchanged), strict=True):
+                of_all.append(statistics.mean(values))
+        expected = math.sqrt(statistics.mean(errors) / statistics.mean(changes))
+        assert found[number]["rounding_noise"] == pytest.approx(expected, rel=1e-6)
+        assert statistics.mean(ratios) != pytest.approx(expected, rel=0.01)
+        assert found[number]["unchanged"] == pytest.approx(statistics.mean(unchanged), abs=1e-3)
+
+
+def test_a_read_step_without_a_correction_shows_none() -> None:
+    found = diagnosed(own_model("gla+normalize"), prompts=1)
+    _check(found, DiagnosisResults, "")
+    assert found["correction"] is found["margins"] is found["settings"]["nominal_gate"] is None
+    assert (found["settings"]["queries"], found["model"]["read"]) == ("memory", "on")
+
+
+@pytest.mark.parametrize("arm", ["gla", "gla+normalize"])
+def test_expansion_at_the_queries_of_four_places(arm: str) -> None:
+    model = own_model(arm)
     found = diagnosed(model, prompts=1)["expansion"]
     assert found is not None and [entry["length"] for entry in found] == [1, 4, 16]
     prompt = some_prompts()[0]
@@ -254,7 +299,7 @@ def test_a_layer_that_is_off_beside_others_has_a_gate_of_zero() -> None:
     assert found["correction"] is not None
     off, on = found["correction"]
     assert off["gate"] == off["relative_size"] == {"text": 0, "needle": 0, "question": 0, "last": 0}
-    assert (off["angle"], off["rounding_noise"], off["unchanged"]) == (0, 0, 1)
+    assert (off["angle"], off["rounding_noise"], off["unchanged"]) == (0, None, 1)
     gates = [layer.read for layer in collect(model, some_prompts()[0].tokens)]
     assert gates[0] is None and gates[1] is not None and on["gate"] is not None
     assert on["gate"]["last"] == pytest.approx(float(gates[1].gate[-1].mean()))
@@ -302,6 +347,26 @@ def test_needles_of_a_transformers_model() -> None:
             changes.append(float((keys[text].mean(0) - keys[unique].mean(0)) @ change))
     assert found["keys"][0]["alignment"]["layers"][last]["difference"] == pytest.approx(statistics.mean(expected))
     assert found["margins"][last]["change"] == pytest.approx(statistics.mean(changes))
+
+
+def test_prompts_beyond_the_positions_of_a_model_are_refused_before_the_first_is_run() -> None:
+    transformers = pytest.importorskip("transformers")
+    lengths = [len(prompt.tokens) for prompt in some_prompts()]
+    assert lengths[0] < max(lengths)
+    config = transformers.GPTNeoConfig(
+        vocab_size=700,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        attention_types=[[["global"], 1]],
+        max_position_embeddings=max(lengths) - 1,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    told: list[str] = []
+    with pytest.raises(ValueError, match=rf"knows {max(lengths) - 1} positions, but a text has {max(lengths)} tokens"):
+        diagnosed(transformers.GPTNeoForCausalLM(config).eval(), say=told.append)
+    assert told == []
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:

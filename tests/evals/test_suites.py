@@ -16,6 +16,7 @@ from ccq.cli import main
 from ccq.evals.benchmarks import LANGUAGE, LONGBENCH
 from ccq.evals.results import EvalResults, read_results
 from ccq.evals.suites import EXTRAPOLATION_LENGTHS, SUITES
+from ccq.models import CCQForCausalLM, preset, save_model
 from ccq.models.intervention import GATE_VALUES_FILE, load_gate_values
 
 CHOICE = {"goal": "open it", "sol1": "pull", "sol2": "push", "label": 0}
@@ -103,6 +104,19 @@ def test_an_intervention_is_named_and_another_one_is_refused(
     out = ["--out", str(tmp_path / "gate=shuffled.json"), "--device", "cpu"]
     assert main(["eval", *arguments, *out, "--read", "gate=shuffled"]) == 2
     assert f'model.read is "gate=shuffled,seed=0,values={digest}" there' in capsys.readouterr().err
+
+
+def test_means_are_printed_as_a_configuration_takes_them(
+    ccq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An observer of ccq-strength sees D times what its configuration holds."""
+    model = tmp_path / "model"
+    shutil.copytree(ccq_folder, model)
+    save_model(CCQForCausalLM(preset("gla+ccq-strength-tiny", vocab_size=257)), model)
+    assert main(["gates", str(model), "--tokens", "30", "--length", "30", "--device", "cpu", "--json"]) == 0
+    # Of a fresh model, in layers of two heads of 32.
+    assert json.loads(capsys.readouterr().out) == [pytest.approx([0.01, 0.01])] * 2
+    assert load_gate_values(model / GATE_VALUES_FILE).means() == [pytest.approx([0.32, 0.32])] * 2
 
 
 def test_a_model_with_an_attached_read_step(

@@ -21,6 +21,7 @@ from tests.helpers import assert_close, relative_error
 from tests.ops.fixtures.write_rules import SINGLE, Inputs, WriteRuleBattery
 from tests.ops.gated_delta_rule import test_gated_delta_rule
 from tests.ops.gla import test_gla
+from tests.ops.test_flash_linear_attention import REPLACED
 from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -616,4 +617,4 @@ def test_every_configuration_of_the_card_is_used_as_it_stands() -> None:
                 output, final, *kept = operator.forward(*values, state, 0.1, None)
                 operator.backward(*values[:3], *values[4:], *kept, state, output, final, 0.1, None)
                 operator.token(*(x[:, :1] for x in values), state, 0.1)
-            assert seen == configurations
+            assert seen == {name: each for name, each in configurations.items() if name not in REPLACED}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 from transformers import PreTrainedTokenizerFast
 
+from ccq.models.auto_model import read_auto_model
 from ccq.models.auto_tokenizer import read_auto_tokenizer
 
 TEXT = "hello world, déjà vu — hello\n"
@@ -43,6 +45,25 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     found = read_auto_tokenizer(str(tmp_path))
     assert found.eos == "<|endoftext|>"
     assert tokenizers.Tokenizer.from_buffer(found.data).encode(TEXT).ids == original.encode(TEXT).ids
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files"),
+    [
+        # transformers makes one of special tokens alone, or of unknown ones for every text, ...
+        ("qwen3", r"\(merges\.txt, tokenizer\.json, vocab\.json\)"),
+        ("gemma", r"\(tokenizer\.json\)"),
+        # ... or asks for packages that would convert older files.
+        ("llama", r"holds no tokenizer\.json"),
+        ("ccq", r"holds no tokenizer\.json"),
+    ],
+)
+def test_missing_files_of_a_tokenizer_are_named(model_type: str, files: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=rf"^tokenizer '.*': .*{files}"):
+        read_auto_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match=rf"^model '.*': .*{files}"):
+        read_auto_model(str(tmp_path), dtype=torch.float32, device="cpu")
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:

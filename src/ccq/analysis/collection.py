@@ -8,6 +8,7 @@ Legend: T tokens, H heads of keys, D key size per head, G queries that share a h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -62,11 +63,30 @@ def collect(model: nn.Module, tokens: Tensor) -> list[LayerValues]:
         model: a model of this library, or a causal language model of transformers with modules named `k_proj`.
 
     Raises:
-        ValueError: no layer projects its keys in a way known here.
+        ValueError: as `check_model`, before anything is run.
     """
+    check_model(model, len(tokens))
     if isinstance(model, CCQPreTrainedModel):
         return _collect_own(model, tokens)
     return _collect_any(model, tokens)
+
+
+def check_model(model: Any, tokens: int) -> None:
+    """Whether keys can be collected from a model for a text of so many tokens.
+
+    Raises:
+        ValueError: no layer projects its keys in a way known here, or the model's table of positions is shorter.
+    """
+    if isinstance(model, CCQPreTrainedModel):
+        return
+    if not _key_projections(model):
+        raise ValueError(_no_keys(model))
+    known = _position_limit(model)
+    if known is not None and tokens > known:
+        raise ValueError(
+            f"{type(model).__name__} knows {known:,} positions, but a text has {tokens:,} tokens; give a shorter one "
+            "(fewer sentences: --fillers)"
+        )
 
 
 def _collect_own(model: CCQPreTrainedModel, tokens: Tensor) -> list[LayerValues]:
@@ -110,16 +130,41 @@ def _last(kept: dict[nn.Module, Tensor], mixer: Any, side: str) -> Tensor:
     return next(kept[module].flatten(1) for name in way if (module := getattr(mixer, name, None)) in kept)
 
 
-def _collect_any(model: Any, tokens: Tensor) -> list[LayerValues]:
-    parents: dict[str, Any] = {
+def _key_projections(model: Any) -> dict[str, Any]:
+    """The modules that hold a `k_proj`, by name."""
+    return {
         name.removesuffix(".k_proj"): model.get_submodule(name.rpartition(".")[0])
         for name, _ in model.named_modules()
         if name.endswith(".k_proj")
     }
+
+
+def _no_keys(model: Any) -> str:
+    return (
+        f"{type(model).__name__} has no layer with a module k_proj, so its keys cannot be told apart; models that "
+        "project queries, keys and values in one are not supported"
+    )
+
+
+def _position_limit(model: Any) -> int | None:
+    """How many positions a model has, where each has its row in a table, learned (GPT-Neo, OPT) or not (GPT-J); None
+    where they are computed, so that a longer text is no error.
+    """
+    known: int | None = getattr(model.config, "max_position_embeddings", None)
+    if known is None:
+        return None
+    for name, table in (*model.named_parameters(), *model.named_buffers()):
+        # Some tables begin with rows for padding; a shorter one is that of an image or a sound.
+        if re.search(r"\b(wpe\.weight|embed_positions|embed_positions\.weight)$", name) and len(table) >= known:
+            return known
+    return None
+
+
+def _collect_any(model: Any, tokens: Tensor) -> list[LayerValues]:
     with _outputs_kept(model) as kept:
         cache = _run(model, tokens)
     values = []
-    for number, (name, attention) in enumerate(parents.items()):
+    for number, (name, attention) in enumerate(_key_projections(model).items()):
         if attention.k_proj not in kept:  # such as that of an image encoder, of which a text makes no use
             continue
         size = getattr(attention, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
@@ -132,10 +177,7 @@ def _collect_any(model: Any, tokens: Tensor) -> list[LayerValues]:
         memory = _cached_keys(cache, getattr(attention, "layer_idx", number), keys.shape)
         values.append(LayerValues(name, keys, memory, queries, keys, None))
     if not values:
-        raise ValueError(
-            f"{type(model).__name__} has no layer with a module k_proj, so its keys cannot be told apart; models that "
-            "project queries, keys and values in one are not supported"
-        )
+        raise ValueError(_no_keys(model))
     return values
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ccq.analysis.collection import LayerValues, ReadValues, collect
+from ccq.analysis.collection import LayerValues, ReadValues, check_model, collect
 from ccq.analysis.geometry import (
     alignment,
     angle,
@@ -37,7 +37,7 @@ from ccq.analysis.geometry import (
 )
 from ccq.analysis.prompts import SENTENCES, TokenizedPrompt, TokenKind, needle_prompts, tokenize_prompt
 from ccq.evals.results import EnvironmentResult
-from ccq.models.intervention import read_intervention
+from ccq.models.intervention import read_intervention, read_steps
 from ccq.ops.query import curvature_conditioned_query
 
 SCHEMA: Final = "ccq-diagnosis/1"
@@ -90,10 +90,13 @@ class AlignmentHistogram(TypedDict):
 
 
 class AlignmentResult(TypedDict):
-    """Alignment with the top `directions` directions. `difference` is the mean over layers."""
+    """Alignment with the top `directions` directions. `difference` is the mean over layers, `difference_by_prompt` that
+    of each prompt.
+    """
 
     directions: int
     difference: float
+    difference_by_prompt: list[float]
     unique: float
     text: float
     layers_below_zero: int
@@ -129,8 +132,9 @@ class CorrectionLayer(TypedDict):
     """The change lambda Sigma q of the queries. `gate` is null without a read step, or where all corrections are off;
     the change is then that of `nominal_gate`.
 
-    `angle` is in degrees; `rounding_noise` is the error of rounding the corrected query to bfloat16 as a share of the
-    correction, `unchanged` the share of its coordinates which that leaves as they were without a correction.
+    `angle` is in degrees; `rounding_noise` is the error of rounding the corrected query to bfloat16, its root mean
+    square over tokens, heads and prompts divided by that of the correction (null where that is 0); `unchanged` the
+    share of the coordinates which rounding leaves as they were without a correction.
     """
 
     layer: int
@@ -138,7 +142,7 @@ class CorrectionLayer(TypedDict):
     gate: ByKind | None
     relative_size: ByKind
     angle: float
-    rounding_noise: float
+    rounding_noise: float | None
     unchanged: float
 
 
@@ -207,7 +211,7 @@ class DiagnosisSettings(TypedDict):
 
 class DiagnosisResults(TypedDict):
     """Everything a diagnosis found; `created` is an ISO 8601 time. Null are the parts that need queries, where the
-    model's could not be told apart.
+    model's could not be told apart, and `correction` and `margins` of a read step that corrects nothing.
     """
 
     schema: Literal["ccq-diagnosis/1"]
@@ -276,19 +280,21 @@ def diagnose(
         tokenize_prompt(prompt, tokenizer)
         for prompt in needle_prompts(prompts, seed=seed, fillers=fillers, sentences=pool)
     ]
+    lengths = [len(prompt.tokens) for prompt in tokenized]
+    check_model(model, max(lengths))
     largest, known = max(int(x.tokens.max()) for x in tokenized), model.get_input_embeddings().num_embeddings
     if largest >= known:
         raise ValueError(
             f"the tokenizer gives token {largest}, but the model knows 0 ... {known - 1}: it is not the tokenizer that "
             "the model was trained with"
         )
-    gathered = _Gathered()
+    reads = read_steps(model)
+    gathered = _Gathered(corrects=not reads or any(read.has_correction for read in reads))
     for number, prompt in enumerate(tokenized):
         if say is not None:
             say(f"prompt {number + 1} of {prompts}, {len(prompt.tokens)} tokens")
         gathered.add(collect(model, prompt.tokens.to(model.device)), prompt)
     correction, margins, expansion = gathered.query_results()
-    lengths = [len(prompt.tokens) for prompt in tokenized]
     intervention = read_intervention(model)
     return {
         "schema": SCHEMA,
@@ -309,7 +315,7 @@ def diagnose(
             "sentences": len(pool),
             "tokens": [min(lengths), max(lengths)],
             "queries": gathered.queries,
-            "nominal_gate": None if gathered.has_gate or gathered.queries is None else NOMINAL_GATE,
+            "nominal_gate": None if gathered.has_gate or correction is None else NOMINAL_GATE,
         },
         "versions": {package: importlib.metadata.version(package) for package in ("torch", "transformers")},
         "environment": environment,
@@ -321,9 +327,10 @@ def diagnose(
 
 
 class _Gathered:
-    """Figures of the prompts so far."""
+    """Figures of the prompts so far. `corrects` is False for a read step that has no correction."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, corrects: bool) -> None:
+        self._corrects = corrects
         self._keys: dict[Keys, dict[int, _KeysSums]] = {"projection": {}, "memory": {}}
         self._queries: dict[int, dict[str, list[Any]]] = {}
         self._names: dict[int, str] = {}
@@ -376,6 +383,9 @@ class _Gathered:
         shared = layer.queries.shape[2]
         keys = F.normalize(layer.met_keys, dim=-1).repeat_interleave(shared, 1)  # [T, H * G, D]
         unit = F.normalize(layer.queries.flatten(1, 2), dim=-1)
+        _add_expansion(sums, keys.transpose(0, 1), unit)
+        if not self._corrects:
+            return
         if self.has_gate:
             # Off in this layer alone is a gate of 0.
             read = layer.read or ReadValues(unit, torch.zeros_like(unit[..., 0]), torch.zeros_like(unit))
@@ -391,14 +401,16 @@ class _Gathered:
             change = NOMINAL_GATE * nominal.correction[0]
         size = relative_size(query, change)
         _append(sums, **{f"size_{kind}": size[getattr(kinds, kind)] for kind in ByKind.__annotations__})
+        length = change.norm(dim=-1)
         _append(
             sums,
             angle=angle(query, change),
-            rounding_noise=rounding_noise(query, change),
+            # Not the mean of the shares: at the first tokens next to nothing is corrected, and the share is huge.
+            squared_change=length.square(),
+            squared_error=(rounding_noise(query, change) * length).square(),
             unchanged=unchanged_share(query, change),
         )
         self._add_margins(sums, keys.transpose(0, 1), query[-1], change[-1], kinds)
-        _add_expansion(sums, keys.transpose(0, 1), unit)
 
     @staticmethod
     def _add_margins(sums: dict[str, list[Any]], keys: Tensor, query: Tensor, change: Tensor, kinds: _Kinds) -> None:
@@ -450,9 +462,11 @@ class _Gathered:
 
     def _alignment(self, layers: dict[int, _KeysSums]) -> AlignmentResult:
         results: list[AlignmentLayer] = []
+        by_layer = []
         for number, sums in layers.items():
             means = {group: torch.stack(values).double() for group, values in sums.means.items()}  # [P, H] each
             difference = means["unique"] - means["text"]
+            by_layer.append(difference.mean(1))
             rare = means.get("rare_text")
             results.append(
                 {
@@ -472,6 +486,7 @@ class _Gathered:
         return {
             "directions": self._directions,
             "difference": _mean([result["difference"] for result in results]),
+            "difference_by_prompt": torch.stack(by_layer).mean(0).tolist(),
             "unique": _mean([result["unique"] for result in results]),
             "text": _mean([result["text"] for result in results]),
             "layers_below_zero": sum(result["difference"] < 0 for result in results),
@@ -491,6 +506,8 @@ class _Gathered:
         """`correction`, `margins` and `expansion`."""
         if self.queries is None:
             return None, None, None
+        if not self._corrects:
+            return None, None, self._expansion()
         correction: list[CorrectionLayer] = []
         margins: list[MarginLayer] = []
         for number, sums in self._queries.items():
@@ -503,7 +520,7 @@ class _Gathered:
                     "gate": _by_kind(means, "gate") if "gate_text" in means else None,
                     "relative_size": _by_kind(means, "size"),
                     "angle": means["angle"],
-                    "rounding_noise": means["rounding_noise"],
+                    "rounding_noise": _root_ratio(means["squared_error"], means["squared_change"]),
                     "unchanged": means["unchanged"],
                 }
             )
@@ -519,11 +536,13 @@ class _Gathered:
                     "score_change": _by_kind(means, "score"),
                 }
             )
+        return correction, margins, self._expansion()
 
+    def _expansion(self) -> list[ExpansionResult]:
         def everywhere(figure: str) -> float:
             return _mean([value for sums in self._queries.values() for value in sums[f"expansion_{figure}"]])
 
-        expansion: list[ExpansionResult] = [
+        return [
             {
                 "length": length,
                 "remainder": everywhere(f"{i}_remainder"),
@@ -533,7 +552,6 @@ class _Gathered:
             }
             for i, length in enumerate(QUERY_LENGTHS)
         ]
-        return correction, margins, expansion
 
 
 def _add_expansion(sums: dict[str, list[Any]], keys: Tensor, unit: Tensor) -> None:
@@ -585,6 +603,10 @@ def _by_kind(means: dict[str, float], figure: str) -> ByKind:
         "question": means[f"{figure}_question"],
         "last": means[f"{figure}_last"],
     }
+
+
+def _root_ratio(part: float, whole: float) -> float | None:
+    return math.sqrt(part / whole) if whole > 0 else None
 
 
 def _mean(values: Sequence[float]) -> float:

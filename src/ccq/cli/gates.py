@@ -52,10 +52,10 @@ def _run(parsed: argparse.Namespace) -> int:
     values = collect_gate_values(loaded.model, tokens, text=text)
     out = Path(parsed.model, GATE_VALUES_FILE) if parsed.out is None else parsed.out
     save_gate_values(values, out)
-    means = values.means()
     if parsed.json:
-        print(json.dumps(means))
+        print(json.dumps(values.mean_gate(loaded.model)))
         return 0
+    means = values.means()
     console = Console()
     table = Table("mean of lambda", *(f"head {head}" for head in range(len(means[0]))), box=None)
     for layer, row in zip(read_layers(loaded.model), means, strict=True):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from ccq.models.attach import are_gates, attach
+from ccq.models.auto_tokenizer import load_auto_tokenizer
 
 
 def read_auto_model(
@@ -21,7 +22,7 @@ def read_auto_model(
         ValueError: there is no such model or tokenizer, the hub cannot be reached, or the weights or gates do not fit.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_auto_tokenizer(name)
         model, found = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())

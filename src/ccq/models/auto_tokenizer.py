@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 class AutoTokenizerFile(NamedTuple):
@@ -16,6 +17,25 @@ class AutoTokenizerFile(NamedTuple):
     """The token that ends a text."""
 
 
+def load_auto_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of transformers in a folder or on the Hugging Face hub.
+
+    Raises:
+        OSError, ValueError: as transformers says; or ValueError, its files are missing.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except ValueError as error:
+        if Path(name).is_dir() and not Path(name, "tokenizer.json").is_file():
+            raise ValueError(f"the folder holds no tokenizer.json, and transformers finds no other: {error}") from error
+        raise
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        # What transformers makes of the name of a class of tokenizers alone.
+        files = ", ".join(sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()}))
+        raise ValueError(f"its tokenizer knows special tokens only, since its files ({files}) are missing or empty.")
+    return tokenizer
+
+
 def read_auto_tokenizer(name: str) -> AutoTokenizerFile:
     """The tokenizer of a model on the Hugging Face hub, or of a folder in any form that transformers converts.
 
@@ -23,7 +43,7 @@ def read_auto_tokenizer(name: str) -> AutoTokenizerFile:
         ValueError: there is no such tokenizer, the hub cannot be reached, or `tokenizers` has no form of it.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_auto_tokenizer(name)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

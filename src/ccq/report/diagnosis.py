@@ -5,20 +5,23 @@ The page needs no network and no script.
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ccq.files import write_bytes_atomically
 from ccq.report.figures import _FAINT, _INK, Figure, _svg
 from ccq.report.html import Finding, _flattened
+from ccq.report.intervals import over_seeds
 from ccq.report.pages import render_page
 from ccq.report.tables import signed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ccq.analysis.diagnosis import DiagnosisResults, KeysResult
+    from ccq.analysis.diagnosis import AlignmentResult, CorrectionLayer, DiagnosisResults, KeysResult, MarginLayer
 
 _BLUE, _ORANGE, _GREEN, _PURPLE = "#0f4c8a", "#a34a00", "#00664b", "#652a86"
 _KEYS_WORDS = {"projection": "output of the key projection", "memory": "keys that enter memory"}
@@ -62,19 +65,39 @@ def _gate_words(results: DiagnosisResults) -> str:
 
 
 def headline(results: DiagnosisResults) -> str:
-    """Where the needles' keys lie, in one sentence."""
+    """Where the needles' keys lie: for each look the sign of the difference, held against its spread over prompts."""
     parts = []
     for keys in results["keys"]:
         found = keys["alignment"]
-        count = len(found["layers"])
-        words = (
-            "in the output of the key projection" if keys["keys"] == "projection" else "in the keys that enter memory"
+        where, difference = f"in the {_KEYS_WORDS[keys['keys']]}", _difference_text(found)
+        half = _half_interval(found)
+        # As printed, so that no reader sees a difference as large as its interval called one.
+        if half is not None and abs(round(found["difference"], 3)) <= round(half, 3):
+            parts.append(
+                f"{where} no difference of alignment between the needle's unique tokens and the text around them can "
+                f"be told from chance ({difference})"
+            )
+            continue
+        if half is None:
+            difference += ", with no spread over prompts to weigh it against"
+        parts.append(
+            f"{where} the needle's unique tokens lie {'less' if found['difference'] < 0 else 'more'} in the crowded "
+            f"directions than the text around them ({difference})"
         )
-        parts.append(f"in {found['layers_below_zero']} of {count} layers {words}")
-    return (
-        "The unique tokens of the needle lie less in the crowded directions of the keys than the text around them "
-        f"{' and '.join(parts)}."
-    )
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _half_interval(found: AlignmentResult) -> float | None:
+    """Half of the 95 % interval of the difference over prompts; None where one prompt gives no spread."""
+    # What the interval of a mean asks of its values holds for prompts as for seeds.
+    interval = over_seeds(found["difference_by_prompt"])
+    return None if interval is None else (interval.high - interval.low) / 2
+
+
+def _difference_text(found: AlignmentResult) -> str:
+    half = _half_interval(found)
+    return signed(found["difference"], 3) + ("" if half is None else f" ± {half:.3f}")
 
 
 def findings(results: DiagnosisResults) -> list[Finding]:
@@ -88,33 +111,56 @@ def findings(results: DiagnosisResults) -> list[Finding]:
         deviations = [x["standard_deviation"] for x in aligned["layers"] if x["standard_deviation"] is not None]
         rare = [x["rare_text"] for x in aligned["layers"] if x["rare_text"] is not None]
         as_rare = f", of one as rare {100 * _mean(rare):.0f} %" if rare else ""
-        spread = f", from prompt to prompt ± {_mean(deviations):.3f} in a layer" if deviations else ""
+        spread = (
+            f", its 95 % interval over prompts, with a standard deviation from prompt to prompt of "
+            f"{_mean(deviations):.3f} in a layer"
+            if deviations
+            else ""
+        )
         found.append(
             Finding(
                 "note",
                 f"{_KEYS_WORDS[keys['keys']].capitalize()}: {100 * aligned['unique']:.0f} % of a unique needle token's "
                 f"distance from the mean lies in the top {aligned['directions']} directions, of a token of the text "
-                f"{100 * aligned['text']:.0f} %{as_rare} (difference {signed(aligned['difference'], 3)}{spread}; above "
-                f"zero in {aligned['heads_above_zero']} of {aligned['heads']} heads).",
+                f"{100 * aligned['text']:.0f} %{as_rare} (difference {_difference_text(aligned)}{spread}; below zero "
+                f"in {aligned['layers_below_zero']} of {len(aligned['layers'])} layers, above in "
+                f"{aligned['heads_above_zero']} of {aligned['heads']} heads).",
             )
         )
-    correction, margins, expansion = results["correction"], results["margins"], results["expansion"]
-    if correction is None or margins is None or expansion is None:
+    if results["correction"] is not None and results["margins"] is not None:
+        found += _correction_findings(results, results["correction"], results["margins"])
+    elif results["expansion"] is not None:
+        text = "The read step of this model has no correction, so nothing is said of its size, its rounding or margins."
+        found.append(Finding("note", text))
+    if results["expansion"] is None:
         text = (
             "The queries of this model cannot be told from the output of its projections, so its keys alone are shown."
         )
         return [*found, Finding("note", text)]
+    parts = [f"{x['remainder']:.2g} nats at length {x['length']:g}" for x in results["expansion"]]
     found.append(
+        Finding(
+            "note",
+            f"The quadratic form misses the log-partition by {', '.join(parts)}; the covariance under the query's own "
+            "weights differs from Sigma by "
+            f"{', '.join(_percent(x['covariance_distance']) for x in results['expansion'])}.",
+        )
+    )
+    return found
+
+
+def _correction_findings(
+    results: DiagnosisResults, correction: Sequence[CorrectionLayer], margins: Sequence[MarginLayer]
+) -> list[Finding]:
+    found = [
         Finding(
             "note",
             f"With {_gate_words(results)} the correction is "
             f"{_percent(_mean([x['relative_size']['text'] for x in correction]))} of a query on the text and "
             f"{_percent(_mean([x['relative_size']['question'] for x in correction]))} on the question, and turns a "
-            f"query by {_mean([x['angle'] for x in correction]):.2g}°. Rounding the corrected query to bfloat16 makes "
-            f"an error as large as {_percent(_mean([x['rounding_noise'] for x in correction]))} of the correction and "
-            f"leaves {_percent(_mean([x['unchanged'] for x in correction]))} of its coordinates as they were.",
+            f"query by {_mean([x['angle'] for x in correction]):.2g}°.{_rounding_sentence(correction)}",
         )
-    )
+    ]
     gates = [x["gate"] for x in correction if x["gate"] is not None]
     if gates:
         means = ", ".join(f"{_kind_mean(gates, kind):.3f} on the {words}" for kind, words in _KIND_WORDS.items())
@@ -129,15 +175,21 @@ def findings(results: DiagnosisResults) -> list[Finding]:
             f"{100 * _mean([x['condition_holds'] for x in margins]):.0f} % of the pairs of tokens.",
         )
     )
-    parts = [f"{x['remainder']:.2g} nats at length {x['length']:g}" for x in expansion]
-    found.append(
-        Finding(
-            "note",
-            f"The quadratic form misses the log-partition by {', '.join(parts)}; the covariance under the query's own "
-            f"weights differs from Sigma by {', '.join(_percent(x['covariance_distance']) for x in expansion)}.",
-        )
-    )
     return found
+
+
+def _rounding_sentence(correction: Sequence[CorrectionLayer]) -> str:
+    """Of the layers that correct anything; empty where there is none."""
+    noise = [x["rounding_noise"] for x in correction if x["rounding_noise"] is not None]
+    unchanged = [x["unchanged"] for x in correction if x["rounding_noise"] is not None]
+    if not noise:
+        return ""
+    median = f", the median of layers from {_percent(min(noise))} to {_percent(max(noise))}" if len(noise) > 1 else ""
+    return (
+        f" Rounding the corrected query to bfloat16 makes an error of {_percent(statistics.median(noise))} of the "
+        f"correction (ratio of root mean squares over tokens{median}) and leaves "
+        f"{_percent(_mean(unchanged))} of its coordinates as they were."
+    )
 
 
 def _by_layer(axes: Axes, layers: Sequence[int], label: str) -> None:
@@ -340,27 +392,14 @@ def _correction_figures(results: DiagnosisResults) -> list[Figure]:
         return []
     places = [x["layer"] for x in correction]
 
-    def draw_rounding(axes: Axes) -> None:
-        _line(axes, places, [100 * x["rounding_noise"] for x in correction], _PURPLE, "error, % of the correction")
-        unchanged = [100 * x["unchanged"] for x in correction]
-        _line(axes, places, unchanged, _FAINT, "coordinates left as they were, %", dashed=True)
-        _from_zero(axes)
-        _by_layer(axes, places, "%")
-        axes.set_title("What rounding to bfloat16 does to it")
-        _legend(axes)
-
     size = _kinds_panel(
         "size", "Size of the correction", "% of the query", places, [x["relative_size"] for x in correction], 100
     )
-    rounding = _svg(
-        "rounding", "Error of rounding the corrected query to bfloat16, by layer", (4.4, 3.0), draw_rounding
-    )
     gates = [x["gate"] for x in correction]
-    caption = (
-        f"With {_gate_words(results)}: the length of the change of a query relative to the query. Where rounding errs "
-        "by as much as the change itself, a query that is kept in bfloat16 carries noise in its place."
-    )
-    figures = [Figure("correction", "The correction", caption, (size, rounding))]
+    caption = f"With {_gate_words(results)}: the length of the change of a query relative to the query."
+    figures = [Figure("correction", "The correction", caption, (size,))]
+    if any(x["rounding_noise"] is not None for x in correction):
+        figures.append(_rounding_figure(correction))
     if all(gate is not None for gate in gates):
         panel = _kinds_panel("gate", "Gate", "gate λ", places, gates, 1)
         caption = (
@@ -369,6 +408,41 @@ def _correction_figures(results: DiagnosisResults) -> list[Figure]:
         )
         figures.append(Figure("gate-by-kind", "The gate by kind of token", caption, (panel,)))
     return figures
+
+
+def _rounding_figure(correction: Sequence[CorrectionLayer]) -> Figure:
+    places = [x["layer"] for x in correction]
+    noise = [math.nan if x["rounding_noise"] is None else 100 * x["rounding_noise"] for x in correction]
+
+    def draw_error(axes: Axes) -> None:
+        _line(axes, places, noise, _PURPLE)
+        axes.axhline(100, color=_FAINT, linewidth=0.9, linestyle=(0, (1, 2)))
+        known = [100, *(value for value in noise if value > 0)]
+        axes.set_yscale("log")
+        # Whole decades, each of which has a label.
+        axes.set_ylim(10 ** math.floor(math.log10(0.9 * min(known))), 10 ** math.ceil(math.log10(1.1 * max(known))))
+        axes.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
+        _by_layer(axes, places, "% of the correction")
+        axes.set_title("Error of rounding")
+
+    def draw_unchanged(axes: Axes) -> None:
+        _line(axes, places, [100 * x["unchanged"] for x in correction], _GREEN)
+        axes.set_ylim(0, 100)
+        _by_layer(axes, places, "% of the coordinates")
+        axes.set_title("Left as without a correction")
+
+    caption = (
+        "Left, the root mean square of the error over tokens and heads as a share of that of the correction, on a "
+        "logarithmic axis: above the dotted line, a query that is kept in bfloat16 carries more noise than correction. "
+        "Right, the coordinates that are the same bfloat16 number with and without the correction."
+    )
+    panels = (
+        _svg("rounding-error", "Error of rounding the corrected query to bfloat16, by layer", (4.4, 3.0), draw_error),
+        _svg(
+            "rounding-unchanged", "Coordinates that rounding leaves as they were, by layer", (4.4, 3.0), draw_unchanged
+        ),
+    )
+    return Figure("rounding", "What rounding to bfloat16 does to it", caption, panels)
 
 
 def _margin_figure(results: DiagnosisResults) -> Figure | None:
@@ -436,7 +510,7 @@ def _expansion_figure(results: DiagnosisResults) -> Figure | None:
         _legend(axes)
 
     def draw_weighted(axes: Axes) -> None:
-        _line(axes, lengths, [x["covariance_distance"] for x in expansion], _ORANGE, "distance from Sigma")
+        _line(axes, lengths, [x["covariance_distance"] for x in expansion], _ORANGE, "distance, as a share of Sigma")
         cosine = [x["action_cosine"] for x in expansion]
         _line(axes, lengths, cosine, _GREEN, "cosine of the two corrections", dashed=True)
         axis(axes)
@@ -503,7 +577,7 @@ def layer_tables(results: DiagnosisResults) -> list[LayerTable]:
         columns += [
             ("correction, text", lambda x: _percent(x["relative_size"]["text"])),
             ("turn", lambda x: f"{x['angle']:.2g}°"),
-            ("bf16 error", lambda x: _percent(x["rounding_noise"])),
+            ("bf16 error", lambda x: "" if x["rounding_noise"] is None else _percent(x["rounding_noise"])),
             ("condition holds", lambda x: f"{100 * x['condition_holds']:.0f} %"),
             ("margin", lambda x: _short(x["margin"])),
             ("its change", lambda x: _short(x["change"])),

@@ -23,7 +23,6 @@ from ccq.ops.flash_linear_attention import packing
 from ccq.ops.gla import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = (torch.float16, torch.bfloat16)
 
 
 def draw(
@@ -89,8 +88,8 @@ def check(
         kernels.chunk_gradients(q, k, summed, gradient, **places), expected_gradients, strict=True
     ):
         assert actual.dtype == torch.float32
-        # float16 operands, whose products are summed up in float32.
-        assert relative_error(actual, right) <= (1e-3 if dtype in HALF else tolerance)
+        # float16 operands for bfloat16, whose products are summed up in float32.
+        assert relative_error(actual, right) <= (1e-3 if dtype == torch.bfloat16 else 3e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 63, 64, 65, 130])

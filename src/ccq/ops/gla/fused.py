@@ -119,9 +119,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """The gradients in q, k, v, log_decay and state (empty without a state).
 
-    The steps of the package's own backward pass, with fewer bytes in bfloat16: states and their gradients, which it
-    keeps in float32, enter products in bfloat16 anyway, and only the decay's gradient sees more of them; weights of
-    float32 would be multiplied without matrix units; and the gradients are rounded where they are stored.
+    The steps of the package's own backward pass, but for what this library does inside the chunks; weights that are
+    not float32, which would be multiplied without matrix units; and gradients that are rounded where they are stored.
     """
     q, k, v, d_output = (x.contiguous() for x in (q, k, v, d_output))
     first = None if state is None else state.contiguous()
@@ -130,9 +129,9 @@ def backward(
         from fla.ops.gla.chunk import chunk_gla_bwd_dA, chunk_gla_bwd_dv, chunk_gla_bwd_kernel_inter
 
         packed = packing(boundaries, q)
-        # float16 has not the range for states.
         cut = {"cu_seqlens": packed.cu_seqlens, "chunk_size": CHUNK}
-        kept = {"h0": first, "gk": summed, "states_in_fp32": q.dtype == torch.float16, **cut}
+        # Products round the states to the dtype of q; the gradient of the decay would see it if they were kept so.
+        kept = {"h0": first, "gk": summed, "states_in_fp32": True, **cut}
         states, _ = chunk_fwd_h(k=k, v=v, output_final_state=False, **kept)
         d_states, d_state = chunk_bwd_dh(
             q=q, k=k, v=v, do=d_output, dht=None if d_final is None else d_final.contiguous(), scale=scale, **kept

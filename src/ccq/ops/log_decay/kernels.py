@@ -16,7 +16,7 @@ def _forward_kernel(x, y, count, normalizer, NUMBERS: tl.constexpr):
     where = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     b_x = tl.load(x + where, mask=where < count, other=0.0).to(tl.float32)
     b_z = tl.exp(-tl.abs(b_x))
-    # log(1 + z) with all its digits: what rounding 1 + z loses is lost in the quotient alike (Goldberg 1991, theorem 4).
+    # log(1 + z) to the last digit: what rounding 1 + z loses, the quotient loses too (Goldberg 1991, theorem 4).
     b_u = 1.0 + b_z
     b_l = tl.where(b_u == 1.0, b_z, tl.log(b_u) * (b_z / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
     tl.store(y + where, (tl.minimum(b_x, 0.0) - b_l) / normalizer, mask=where < count)
