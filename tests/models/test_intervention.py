@@ -40,6 +40,7 @@ from ccq.models.intervention import (
 )
 from ccq.models.observation import observe_reads
 from ccq.nn import CurvatureConditionedQuery, GatedLinearAttention
+from ccq.nn.reads import READS
 from ccq.nn.reads.normalize import NormalizeRead
 
 numbers = st.one_of(st.none(), st.sets(st.integers(0, 40), min_size=1, max_size=6).map(lambda x: tuple(sorted(x))))
@@ -165,7 +166,19 @@ def test_heads_are_a_gate_of_zero_in_the_others() -> None:
     assert_close("heads", got, other(tokens).logits, 1e-12)
 
 
-@pytest.mark.parametrize("arm", ["gla+ccq", "gated-deltanet+richardson", "mamba2+ccq"])
+@pytest.mark.parametrize(
+    "arm",
+    [
+        "mamba2+ccq",
+        *(
+            f"{backbone}+{name}"
+            for backbone in ("gla", "gated-deltanet")
+            for name, kind in READS.items()
+            # A fixed lambda is no gate that could have values.
+            if "gate" in kind.takes and name != "ccq-fixed"
+        ),
+    ],
+)
 @torch.no_grad()
 def test_mean_is_a_fixed_lambda_of_each_layer_and_head(arm: str) -> None:
     """The intervention on a trained gate against a model that was made with these numbers in its configuration."""
@@ -173,10 +186,13 @@ def test_mean_is_a_fixed_lambda_of_each_layer_and_head(arm: str) -> None:
     model, tokens = make(arm, **groups), random_tokens(2, 9)
     values = values_of(model)
     means = [[sum(column) / len(column) for column in zip(*layer.tolist(), strict=True)] for layer in values.layers]
+    assert [pytest.approx(layer) for layer in means] == values.means()
     done = model.set_read("gate=mean", gate_values=values)
     assert str(done) == f"gate=mean,values={values.digest}"
-    fixed = make(arm, gate=means, **groups)
+    fixed = make(arm, gate=values.mean_gate(model), **groups)
     fixed.load_state_dict({key: x for key, x in model.state_dict().items() if ".read.gate" not in key})
+    for seen, expected in zip(observed_gates(fixed, tokens), means, strict=True):
+        assert_close("lambda", seen, torch.tensor(expected).expand_as(seen), 1e-6)
     assert_close("mean", model(tokens).logits, fixed(tokens).logits, 1e-6)
     with pytest.raises(ValueError, match=f"asks for other gate_values than the given, which are {values.digest}"):
         model.set_read("gate=mean,values=0", gate_values=values)

@@ -64,6 +64,23 @@ def test_figures_by_hand() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reads", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == describe_reads()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_command_cuts_nothing(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     assert main(["reads"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f" {name} " in shown for name in READS)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= width and "`ccq reads --json`" in lines[-1]
+    shown = " ".join(" ".join(lines).split())
+    for row in describe_reads():
+        options = "".join(f"options: {name} (default {value}) " for name, value in row["options"].items())
+        assert (
+            f"{row['name']} {row['formula']} {row['summary']} source: {row['source']} {options}"
+            f"{row['parameters']:,} parameters, {row['state_bytes'] / 1024:,.1f} KiB of state, "
+            f"{row['operations_per_token'] / 1e6:.2f} M operations/token"
+        ) in shown
+    # Four and an empty one for most.
+    assert len(lines) < 6 * len(READS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import struct
 import subprocess
 import sys
@@ -13,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as MatplotlibFigure
+from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 
 from ccq.report.figures import Figure, GatePoint, all_figures, arm_styles, draw_gates, figure_png
 
 Build = Callable[..., dict[str, Any]]
 SVG = "{http://www.w3.org/2000/svg}"
+ABLATIONS = ["gla", *(f"gla+{read}" for read in ("normalize", "ccq", *(f"ccq-form{number}" for number in range(16))))]
 
 
 def _figures(results: Any) -> dict[str, Figure]:
@@ -130,6 +135,149 @@ def test_an_arm_looks_the_same_whichever_others_are_there() -> None:
     assert arm_styles(["gated-deltanet+ccq"])["gated-deltanet+ccq"] == everywhere["gated-deltanet+ccq"]
     assert len({style.color for style in everywhere.values()}) == 4
     assert everywhere["gla"].dark == everywhere["gla+ccq"].color
+
+
+def test_the_usual_arms_look_as_ever() -> None:
+    usual = {
+        "gla": ("#7eb0de", "#0f4c8a", (0, (4, 2)), "o", False),
+        "gla+ccq": ("#0f4c8a", "#0f4c8a", "-", "o", True),
+        "gated-deltanet": ("#eba45c", "#a34a00", (0, (4, 2)), "s", False),
+        "gated-deltanet+ccq": ("#a34a00", "#a34a00", "-", "s", True),
+    }
+    assert arm_styles(list(usual)) == usual
+    assert arm_styles(["gla+normalize"])["gla+normalize"] == usual["gla+ccq"], "its only read has the hue too"
+    among_many = arm_styles([*ABLATIONS, "gated-deltanet+exact", *usual])
+    assert {arm: among_many[arm] for arm in usual} == usual
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [
+        ABLATIONS,
+        [
+            f"{backbone}{read}"
+            for backbone in ("gla", "gated-deltanet")
+            for read in ("", "+ccq", "+normalize", "+exact")
+        ],
+        [f"gla+read{number}" for number in range(29)],
+    ],
+)
+def test_no_two_arms_look_alike_with_marks_or_with_lines_alone(arms: list[str]) -> None:
+    styles = arm_styles(arms).values()
+    assert len({(style.color, style.marker, style.filled) for style in styles}) == len(arms)
+    assert len({(style.color, style.dashes) for style in styles}) == len(arms)
+    reads = [style for style in styles if style.filled]
+    assert len({style.color for style in reads}) >= min(len(reads), 8)
+
+
+def test_hues_of_the_reads_differ_for_the_colour_blind_and_their_text_has_contrast() -> None:
+    # Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia, on linear RGB.
+    deficiencies = (
+        np.eye(3),
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    )
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+    def linear(color: str) -> Any:
+        rgb = np.array(to_rgb(color))
+        return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+    def lab(rgb: Any) -> Any:
+        ratio = to_xyz @ np.clip(rgb, 0, 1) / to_xyz.sum(1)
+        x, y, z = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    styles = arm_styles(ABLATIONS).values()
+    for matrix in deficiencies:
+        seen = [lab(matrix @ linear(color)) for color in {style.color for style in styles}]
+        assert len(seen) == 9  # the backbone, its first read and the hues of the further ones
+        assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 10
+    for style in styles:
+        assert 1.05 / (to_xyz[1] @ linear(style.dark) + 0.05) > 4.5  # the contrast on white that WCAG asks of text
+
+
+def _crowded(arms: list[str]) -> dict[str, list[list[GatePoint]]]:
+    """One line at the top, the others close together at the bottom."""
+    ends = [0.002 * number for number in range(1, len(arms))]
+    return {
+        arm: [[GatePoint(0.0, 0.01, None), GatePoint(100.0, end, None)]]
+        for arm, end in zip(arms, [1.0, *ends], strict=True)
+    }
+
+
+SEVEN = ["gla", "gla+ccq", *(f"{backbone}{read}" for backbone in ("gated-deltanet", "mamba2") for read in ("", "+ccq"))]
+SEVEN = [*SEVEN, "gated-deltanet+ccq-uncentred"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_names_at_the_ends_of_lines_do_not_overlap_in_a_grid_of_panels(rows: int) -> None:
+    figure = MatplotlibFigure(figsize=(14.4, 3.7 * rows), layout="constrained")
+    panels = figure.subplots(rows, 3).flatten()
+    for axes in panels:
+        draw_gates(axes, _crowded(SEVEN), arm_styles(SEVEN))
+        axes.set_title("set later, and\ntwo lines high")
+        axes.set_xlabel("below\nthe axes")
+    figure.draw_without_rendering()
+    for axes in panels:
+        names = [text for text in axes.texts if isinstance(text, Annotation)]
+        boxes = [Text.get_window_extent(name) for name in names]  # an Annotation's own has the leader too
+        assert len(boxes) == 7
+        assert not any(Bbox.intersection(a, b) for a, b in itertools.combinations(boxes, 2))
+        points = figure.dpi / 72
+        assert all(axes.bbox.y0 - 4 * points <= box.y0 and box.y1 <= axes.bbox.y1 + 4 * points for box in boxes)
+        # From the bottom up in the order of their lines: the first arm ends at the top.
+        upwards = sorted(zip((box.y0 for box in boxes), names, strict=True), key=lambda each: each[0])
+        found = [name.get_text().replace("\n", "") for _, name in upwards]
+        assert found == [*SEVEN[1:], SEVEN[0]]
+
+
+def test_a_name_with_room_stands_beside_the_end_of_its_line() -> None:
+    figure = MatplotlibFigure(figsize=(5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    points = {"gla+ccq": 0.9, "mamba2+ccq": 0.5, "gla+exact": 0.1}
+    trainings = {arm: [[GatePoint(0.0, 0.0, None), GatePoint(9.0, end, None)]] for arm, end in points.items()}
+    draw_gates(axes, trainings, arm_styles(list(trainings)))
+    figure.draw_without_rendering()
+    for name in axes.texts:
+        box = Text.get_window_extent(name)
+        _, end = axes.transData.transform((9.0, points[name.get_text()]))
+        assert (box.y0 + box.y1) / 2 == pytest.approx(end, abs=1.5)
+
+
+def test_many_lines_are_named_in_one_legend_below_all_panels() -> None:
+    eight = [*SEVEN, "gla+exact"]
+    figure = MatplotlibFigure(figsize=(9, 3.7), layout="constrained")
+    for axes, arms in zip(figure.subplots(1, 3), (eight, [*eight, "gla+comba"], SEVEN), strict=True):
+        draw_gates(axes, _crowded(arms), arm_styles([*eight, "gla+comba"]))
+    figure.draw_without_rendering()
+    assert [len(axes.texts) for axes in figure.axes] == [0, 0, 7]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*eight, "gla+comba"]
+    looks = [(handle.get_color(), handle.get_linestyle()) for handle in legend.legend_handles]
+    drawn = [(line.get_color(), line.get_linestyle()) for line in figure.axes[1].lines]
+    assert looks == drawn
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    assert all(box.y1 <= axes.get_tightbbox().y0 for axes in figure.axes)
+    alone = MatplotlibFigure(figsize=(9, 3.7), layout="constrained")
+    for axes in alone.subplots(1, 3):
+        draw_gates(axes, _crowded(SEVEN), arm_styles(SEVEN))
+    alone.draw_without_rendering()
+    assert figure.axes[0].bbox.height == pytest.approx(alone.axes[0].bbox.height, rel=0.05), "the figure grew by it"
+    assert figure.get_figwidth() == 9
+
+
+def test_a_legend_has_line_and_mark_and_leaves_the_chance_levels_where_they_are(build_results: Build) -> None:
+    (panel, *_) = _figures(build_results(arms=ABLATIONS[:7]))["needle"].panels
+    texts = _texts(panel)
+    for name in (*ABLATIONS[:7], "chance, values seen", "chance, any value"):
+        assert texts.count(name) == 1
+    legend = next(part for part in ElementTree.fromstring(panel).iter() if "legend_1" in part.get("id", ""))
+    dashed = [part for part in legend.iter(f"{SVG}path") if "stroke-dasharray" in part.get("style", "")]
+    assert len(dashed) == 5, "all but ccq and the fourth of the further reads"
+    assert len(list(legend.iter(f"{SVG}use"))) == 7, "a marker each"
 
 
 def _drawn(trainings: Any) -> tuple[dict[str, list[tuple[float, ...]]], list[str]]:

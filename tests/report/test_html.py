@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,23 @@ def test_numbers_of_the_table_are_those_of_the_results(build_results: Build) -> 
     assert any(row[0] == "correction off" and row[1] == "77.7 70.0–80.0" for row in rows)
     assert any(row[0] == "gla+ccq" and row[1] == "3.210" and row[4] == "24.78" for row in rows)
     assert any(row[0] == "gla" and row[-2:] == ["–", "–"] for row in rows)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_an_arm_has_the_line_and_the_marker_of_the_figures_beside_its_name(build_results: Build) -> None:
+    def swatches(arms: list[str]) -> list[str]:
+        names = re.search(r'<ul class="arms">(.*?)</ul>', render_report(build_results(arms=arms)), re.DOTALL)  # type: ignore[arg-type]
+        assert names is not None
+        return re.findall(r"<svg.*?</svg>", names[1])
+
+    line, dashed = swatches(["gated-deltanet+ccq", "gated-deltanet"])
+    assert 'stroke="#a34a00"' in line and "dasharray" not in line and 'fill="#a34a00"' in line
+    assert 'stroke="#eba45c"' in dashed and 'stroke-dasharray="8 4"' in dashed and 'fill="#ffffff"' in dashed
+    # A square of 9 around the middle of the line.
+    corners = [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", line)][-4:]
+    assert set(corners) == {(12.5, 2.5), (12.5, 11.5), (21.5, 2.5), (21.5, 11.5)}
+    arms = ["gla", "gla+ccq", *(f"gla+ccq-form{number}" for number in range(17))]
+    assert len(set(swatches(arms))) == len(arms)
 
 
 @pytest.mark.usefixtures("no_figures")

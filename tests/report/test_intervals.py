@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from ccq.report.intervals import Interval, Samples, of_difference, of_score, over_seeds, span
+from ccq.report.intervals import Interval, Samples, of_difference, of_interaction, of_score, over_seeds, span
 
 
 def samples(values: object, *, shares: bool = False, name: str = "q") -> Samples:
@@ -80,6 +80,49 @@ def test_models_that_never_differ_still_have_a_width() -> None:
     interval = of_difference([[(same, same)]])
     assert interval is not None
     assert interval.low == -interval.high < 0
+
+
+def test_four_models_have_the_interval_of_price_and_bonett() -> None:
+    """From the sums alone: 100 samples and one more, whose contrasts have the mean 0 and the mean square 1."""
+    random = np.random.default_rng(2)
+    four = [random.random(100) < share for share in (0.9, 0.5, 0.6, 0.4)]
+    contrast = [int(a) - int(b) - int(c) + int(d) for a, b, c, d in zip(*four, strict=True)]
+    centre = sum(contrast) / 101
+    error = math.sqrt(((sum(x * x for x in contrast) + 1) / 101 - centre**2) / 101)
+    interval = of_interaction([tuple(samples(values, shares=True) for values in four)])  # type: ignore[list-item]
+    assert interval == pytest.approx((centre - 1.959964 * error, centre + 1.959964 * error), rel=1e-6)
+    # A pair that always agrees adds nothing but its share of the pseudo-samples: as wide as that of the other pair.
+    a, b = (samples(values, shares=True) for values in four[:2])
+    pair, both = of_difference([[(a, b)]]), of_interaction([(a, b, a, a)])
+    assert pair is not None and both is not None
+    assert both.high - both.low == pytest.approx(pair.high - pair.low, rel=0.01)
+
+
+def test_four_models_that_never_differ_still_have_a_width() -> None:
+    same = samples([1, 0, 1, 1], shares=True)
+    # The pseudo-sample alone: standard error sqrt(1 / 5 / 5).
+    assert of_interaction([(same, same, same, same)]) == pytest.approx((-1.959964 / 5, 1.959964 / 5), rel=1e-6)
+    assert of_interaction([(same, same, same, same)] * 3) == of_interaction([(same, same, same, same)])
+
+
+def test_the_interval_of_four_models_covers_a_rare_difference() -> None:
+    """One model of four answers one prompt in a hundred otherwise: where none of 100 does, a spread tells nothing."""
+    random = np.random.default_rng(0)
+    covered = []
+    for _ in range(500):
+        rare, never = samples(random.random(100) < 0.01, shares=True), samples(np.zeros(100), shares=True)
+        interval = of_interaction([(rare, never, never, never)])
+        assert interval is not None
+        covered.append(interval.low <= 0.01 <= interval.high)
+    assert np.mean(covered) > 0.95
+
+
+def test_four_losses_have_a_t_interval() -> None:
+    random = np.random.default_rng(5)
+    a, b, c, d = values = random.normal(3.0, 0.4, (4, 30))
+    theirs = stats.ttest_1samp(a - b - c + d, 0).confidence_interval(0.95)
+    assert of_interaction([tuple(map(samples, values))]) == pytest.approx((theirs.low, theirs.high))  # type: ignore[list-item]
+    assert of_interaction([(samples(a), samples(b), samples(c), samples(d, name="other"))]) is None
 
 
 def resampled(statistic: object, *data: NDArray[np.float64]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from ccq.cli import main
 from ccq.evals.results import read_results
 from ccq.report.costs import cost_points
 from ccq.report.differences import paired_differences
+from ccq.report.figures import GatePoint
 from ccq.report.paper_figures import ReportFigure, report_figures
 from ccq.report.paper_report import report_findings, write_paper_report
 from ccq.report.paper_tables import paper_tables
@@ -153,7 +154,9 @@ def test_findings_say_which_intervals_they_are_beyond() -> None:
 
     assert text(0).endswith("1 score: 1 better and 0 worse beyond the interval over samples, 0 not beyond.")
     # Both seeds differ by nine answers of ten, so their spread says nothing.
-    assert text(0, 1).endswith("beyond the interval over samples, 0 not beyond.")
+    assert text(0, 1).endswith(
+        "0 better and 0 worse beyond the interval over samples, 0 not beyond, 1 not called for want of an interval."
+    )
     given = runs(
         *(evaluation("gla", "needle", {S1: [0] * 10}, seed=seed) for seed in (0, 1)),
         *(evaluation("gla+ccq", "needle", {S1: [1] * (8 + seed) + [0] * (2 - seed)}, seed=seed) for seed in (0, 1)),
@@ -252,6 +255,29 @@ def test_needles_by_depth_are_means_over_seeds() -> None:
     made = Figure()
     figure(found, "depth-1.3B-niah-single-1").draw(made)
     assert [text.get_text() for text in made.axes[0].texts] == ["25", "100"]
+
+
+def test_an_arm_has_one_look_in_every_figure() -> None:
+    from matplotlib.figure import Figure
+
+    task = "niah_single_1/4096"
+    given = [
+        evaluation(arm, "needle", {(task, "accuracy"): [1, 0]}, scale=scale, depths={task: {(0.0, 0.1): (0.5, 2)}})
+        for scale, reads in (("500M", ("random",)), ("1.3B", ("exact", "random")))
+        for arm in ("gla", "gla+ccq", *(f"gla+{read}" for read in reads))
+    ]
+    gates = (GatePoint(0.0, 0.1, None), GatePoint(10.0, 0.2, None))
+    given += [training(arm, 0, 5.0, gates=gates) for arm in ("gla+ccq", "gla+random")]
+    found = report_figures(runs(*given), None, [])
+    drawn = {}
+    for key in ("depth-500M-niah-single-1", "depth-1.3B-niah-single-1", "gate"):
+        drawn[key] = Figure()
+        figure(found, key).draw(drawn[key])
+    colors = {(key, axes.get_title()): axes.title.get_color() for key, made in drawn.items() for axes in made.axes}
+    of_random = {color for (_, title), color in colors.items() if title == "gla+random"}
+    assert len(of_random) == 1
+    assert of_random.isdisjoint(color for (_, title), color in colors.items() if title in ("gla+exact", "gla+ccq"))
+    assert [line.get_color() for line in drawn["gate"].axes[0].lines][-1:] == list(of_random)
 
 
 @pytest.mark.parametrize(

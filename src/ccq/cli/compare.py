@@ -13,6 +13,8 @@ from ccq.cli.arguments import Commands, positive
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ccq.compare.grid import GridSettings
+
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
@@ -128,6 +130,7 @@ def _run_grid(parsed: argparse.Namespace, console: Console) -> int:
     settings = dataclasses.replace(settings, system=dataclasses.replace(settings.system, **changes))
     if parsed.dry_run:
         _print_runs(console, settings.plan())
+        _print_readings(console, settings)
         return 0
     results = compare_grid(parsed.out, settings, console=console)
     console.print(grid_table(results))
@@ -150,3 +153,19 @@ def _print_runs(console: Console, runs: Sequence[tuple[str, str, int, int, int]]
         table.add_row(task, arm, str(seed), f"{steps:,}", f"{tokens:,}")
     console.print(table)
     console.print(f"{len(runs)} runs")
+
+
+def _print_readings(console: Console, settings: GridSettings) -> None:
+    """In which ways trained models are read beside their own, and why some are not; nothing without interventions."""
+    if not settings.interventions:
+        return
+    readings = settings.all_readings()
+    each = settings.seeds * len(settings.tasks)
+    console.print(f"{each * sum(map(len, readings.values()))} readings, with every seed and task:")
+    for arm, names in readings.items():
+        lines = [f"{arm}: {'; '.join(names) or 'none'}"]
+        lines += [f"  {reason}" for reason in settings.refused(arm).values()]
+        if settings.put_into(arm) is None:
+            lines.append(f"  no 2 x 2: {settings.why_not_put_in(arm)}")
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)

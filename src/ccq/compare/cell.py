@@ -27,7 +27,7 @@ from ccq.compare.arm import (
     text_windows_of,
 )
 from ccq.compare.folder import GridFolder
-from ccq.compare.grid import Cell, GridSettings, SyntheticStage, SyntheticTask, TextTask
+from ccq.compare.grid import Cell, GridSettings, SyntheticStage, SyntheticTask, TextTask, reads_unit_queries
 from ccq.compare.pool import Teller
 from ccq.compare.training import AnyStage, CountedSteps, NeedleSteps, stage_at, tokens_before, train_stages
 from ccq.data.loader import TokenBatch
@@ -35,18 +35,16 @@ from ccq.data.needles import evaluation_windows
 from ccq.evals.needle import evaluate_needles
 from ccq.evals.perplexity import window_losses
 from ccq.evals.recall import evaluate_recall
-from ccq.evals.results import GridPoint
+from ccq.evals.results import PUT_INTO, GridPoint
 from ccq.files import write_json_atomically
-from ccq.models.configuration import CCQConfig, parse_arm
+from ccq.models.configuration import CCQConfig
 from ccq.models.intervention import ReadIntervention
-from ccq.models.modeling import CCQForCausalLM, load_model, save_model
+from ccq.models.modeling import CCQForCausalLM, load_model, make_read, save_model
 from ccq.models.training_record import write_training_record
-from ccq.nn.reads import READS
+from ccq.nn.read import GatedReadStep
 from ccq.train.loop import CHECKPOINTS, METRICS_FILE, BatchSource
 from ccq.train.metrics import read_metrics
 
-PUT_IN = "put in"
-"""The way of reading of a backbone that was trained without a read step and is given one: the key of its scores."""
 _CURVE_POINTS = 100
 _LOGITS = 2**25
 """Logits in one call when evaluating; bounds the memory."""
@@ -263,13 +261,13 @@ def read_cell(folder: GridFolder, cell: Cell) -> dict[str, Any]:
 
 
 def read_readings(folder: GridFolder, cell: Cell) -> dict[str, Any]:
-    """What `read_otherwise` left: for each way of reading its scores, and for `PUT_IN` the lambda."""
+    """What `read_otherwise` left: for each way of reading its scores, and for a read step put in the lambda."""
     path = folder.cell(cell) / "readings.json"
     return _read(path) if path.exists() else {}
 
 
 def read_otherwise(path: str, settings: GridSettings, cell: Cell, tell: Teller, device: torch.device) -> None:
-    """Evaluate the trained model of a cell with every intervention, and its backbone with the read step put in; the
+    """Evaluate the trained model of a cell with every intervention, and the model that its read step is put into; the
     body of a worker process. What is done already is kept.
     """
     folder = GridFolder(Path(path))
@@ -279,10 +277,10 @@ def read_otherwise(path: str, settings: GridSettings, cell: Cell, tell: Teller, 
     for name in missing_readings(folder, settings, cell):
         tell.note(f"reading: {name}")
         result: dict[str, Any] = {}
-        if name == PUT_IN:
-            backbone = load_model(folder.cell(cell._replace(arm=parse_arm(cell.arm)[0])) / "model").to(device)
+        if name.startswith(PUT_INTO):
+            base = load_model(folder.cell(cell._replace(arm=name.removeprefix(PUT_INTO))) / "model").to(device)
             result["gate"] = read_cell(folder, cell)["gate"]
-            evaluated = put_in(backbone, model.config, result["gate"])
+            evaluated = put_in(base, model.config, result["gate"])
         else:
             evaluated = model
             intervention = ReadIntervention.parse(name)
@@ -298,43 +296,37 @@ def read_otherwise(path: str, settings: GridSettings, cell: Cell, tell: Teller, 
 
 def missing_readings(folder: GridFolder, settings: GridSettings, cell: Cell) -> list[str]:
     """The ways of reading that are asked for and not evaluated yet; none for an arm without a read step."""
-    wanted = list(settings.readings(cell.arm))
-    if wanted and has_two_by_two(settings, cell.arm):
-        wanted.append(PUT_IN)
+    wanted = settings.readings(cell.arm)
     found = read_readings(folder, cell) if wanted else {}
     return [name for name in wanted if name not in found]
 
 
-def has_two_by_two(settings: GridSettings, arm: str) -> bool:
-    """Whether an arm's read step can be put into its backbone: the backbone is in the grid, and with a fixed lambda the
-    read step has no parameters of its own.
-    """
-    backbone, read = parse_arm(arm)
-    if read is None or backbone not in settings.arms or "gate" not in READS[read].takes:
-        return False
-    config = fixed_gate(settings.model_config(arm, vocab_size=8), 0.5)
-    with torch.device("meta"):
-        return CCQForCausalLM(config).read_parameter_count == 0
+def put_in(base: CCQForCausalLM, config: CCQConfig, observed: float) -> CCQForCausalLM:
+    """A model with the weights of `base`, on its device, that reads as `config` says, but with one lambda for all
+    tokens, heads and layers: what an observer of it sees is `observed`. It reads with unit or raw queries as `base` was
+    trained to, so that with the correction off it is `base`.
 
-
-def fixed_gate(config: CCQConfig, strength: float) -> CCQConfig:
-    """The configuration with one lambda for all tokens, heads and layers, and with the query's own length kept, as a
-    backbone needs it that was trained to read with that.
+    Raises:
+        ValueError: the weights are not those of such a model.
     """
     changed = copy.copy(config)
-    changed.gate = strength
-    # Gated DeltaNet reads unit queries in any case.
-    changed.keep_length = config.backbone != "gated-deltanet"
-    return changed
-
-
-def put_in(backbone: CCQForCausalLM, config: CCQConfig, strength: float) -> CCQForCausalLM:
-    """A model with the weights of `backbone`, on its device, that reads as `config` says with a fixed lambda.
-
-    With the correction off it is the backbone: the read step keeps the length of the query and adds no weights.
-    """
-    model = CCQForCausalLM(fixed_gate(config, strength)).to(backbone.device).eval()
-    model.load_state_dict(backbone.state_dict())
+    changed.keep_length = not reads_unit_queries(base.config)
+    with torch.device("meta"):
+        read = make_read(config, 0)
+    assert isinstance(read, GatedReadStep)
+    changed.gate = read.configured_gate(observed)
+    model = CCQForCausalLM(changed).to(base.device).eval()
+    # What a read step without parameters keeps, such as a rotation, is made from a seed of its own.
+    own = {
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if isinstance(module, GatedReadStep)
+        for buffer, _ in module.named_buffers()
+    }
+    missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
+    wrong = [f"missing {name}" for name in missing if name not in own] + [f"unexpected {name}" for name in unexpected]
+    if wrong:
+        raise ValueError(f"read step {config.read!r} cannot be put into arm {base.config.arm!r}: {', '.join(wrong)}")
     return model
 
 

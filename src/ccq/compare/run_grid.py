@@ -16,9 +16,7 @@ from rich.console import Console
 
 from ccq.bench.machine import environment
 from ccq.compare.cell import (
-    PUT_IN,
     Scores,
-    has_two_by_two,
     missing_readings,
     read_cell,
     read_otherwise,
@@ -30,6 +28,7 @@ from ccq.compare.grid import OFF, Cell, GridSettings, SyntheticTask, TextTask
 from ccq.compare.pool import Job, devices_for, run_jobs
 from ccq.data.tasks import TASKS
 from ccq.evals.results import (
+    PUT_INTO,
     SCHEMA,
     GridDifference,
     GridReading,
@@ -41,8 +40,8 @@ from ccq.evals.results import (
     write_results,
 )
 from ccq.models.configuration import parse_arm
-from ccq.report.grid import grid_figure_png, write_grid_report
-from ccq.report.intervals import Samples, of_difference, of_score, over_seeds
+from ccq.report.grid import grid_figure_png, put_in_title, write_grid_report
+from ccq.report.intervals import Samples, of_difference, of_interaction, of_score, over_seeds
 
 
 def compare_grid(out: Path, settings: GridSettings, *, console: Console | None = None) -> GridResults:
@@ -136,11 +135,14 @@ def _is_read(folder: GridFolder, settings: GridSettings, cell: Cell) -> bool:
 
 
 def _finished(folder: GridFolder, settings: GridSettings) -> GridResults | None:
-    """The results, where they are of the same interventions."""
+    """The results, where they are of the same ways of reading."""
     if not folder.results.exists():
         return None
     results = read_results(folder.results, "grid")
-    same = results["settings"].get("interventions") == list(settings.interventions)
+    same = results["settings"].get("interventions") == list(settings.interventions) and all(
+        {reading["reading"] for reading in run["readings"]} == set(settings.readings(run["arm"]))
+        for run in results["runs"]
+    )
     return results if same else None
 
 
@@ -202,11 +204,14 @@ def _summaries(scores: Sequence[Scores]) -> list[GridScore]:
 
 def _run(folder: GridFolder, settings: GridSettings, cell: Cell) -> GridRunResult:
     found = read_cell(folder, cell)
-    wanted = [*settings.readings(cell.arm), PUT_IN]
+    found_otherwise = read_readings(folder, cell)
     readings: list[GridReading] = [
-        {"reading": name, "gate": reading.get("gate"), "scores": _summaries(Scores.read(reading["scores"]))}
-        for name, reading in read_readings(folder, cell).items()
-        if name in wanted
+        {
+            "reading": name,
+            "gate": found_otherwise[name].get("gate"),
+            "scores": _summaries(Scores.read(found_otherwise[name]["scores"])),
+        }
+        for name in settings.readings(cell.arm)
     ]
     scores = _summaries(Scores.read(found["scores"]))
     return cast(GridRunResult, {**cell._asdict(), **found, "scores": scores, "readings": readings})
@@ -217,19 +222,15 @@ class _Model(NamedTuple):
 
     arm: str
     reading: str
-    """"on" for as it was trained, an intervention, or `PUT_IN` of the backbone."""
-
-    @property
-    def title(self) -> str:
-        if self.reading == "on":
-            return self.arm
-        return f"{parse_arm(self.arm)[0]}, read put in" if self.reading == PUT_IN else f"{self.arm}, {self.reading}"
+    """"on" for as it was trained, an intervention, or `PUT_INTO` and the arm whose model it is."""
 
 
 class _Contrast(NamedTuple):
-    """What is subtracted from what. An interaction is the difference of two differences."""
+    """What is subtracted from what. An interaction is the difference of two differences, (plus[0] - minus[0]) -
+    (minus[1] - plus[1]).
+    """
 
-    kind: Literal["arm", "training", "reading", "interaction"]
+    kind: Literal["arm", "control", "training", "training and normalisation", "reading", "interaction"]
     arm: str
     first: str
     second: str
@@ -243,27 +244,34 @@ def _contrasts(settings: GridSettings) -> Iterator[_Contrast]:
         backbone, read = parse_arm(arm)
         if read is None:
             continue
-        trained, base = _Model(arm, "on"), _Model(backbone, "on")
+        trained = _Model(arm, "on")
         if backbone in settings.arms:
-            yield _Contrast("arm", arm, arm, backbone, (trained,), (base,))
-        readings = settings.readings(arm)
-        for name in readings:
+            yield _Contrast("arm", arm, arm, backbone, (trained,), (_Model(backbone, "on"),))
+        control = settings.control(arm)
+        if control is not None:
+            yield _Contrast("control", arm, arm, control, (trained,), (_Model(control, "on"),))
+        for name in settings.readings(arm):
             other = _Model(arm, name)
-            # How a model is read minus how it was trained for the others; on minus off for the switch.
-            first, second = (trained, other) if name == OFF else (other, trained)
-            titles = (f"{arm}, on", f"{arm}, {OFF}") if name == OFF else (other.title, f"{arm}, on")
-            yield _Contrast("reading", arm, *titles, (first,), (second,))
-        if OFF in readings and has_two_by_two(settings, arm):
-            off, put = _Model(arm, OFF), _Model(arm, PUT_IN)
-            yield _Contrast("reading", arm, put.title, backbone, (put,), (base,))
-            yield _Contrast("training", arm, off.title, backbone, (off,), (base,))
-            yield _Contrast("training", arm, f"{arm}, on", put.title, (trained,), (put,))
+            if name == OFF:
+                yield _Contrast("reading", arm, f"{arm}, on", f"{arm}, {OFF}", (trained,), (other,))
+            elif not name.startswith(PUT_INTO):
+                yield _Contrast("reading", arm, f"{arm}, {name}", f"{arm}, on", (other,), (trained,))
+        base = settings.put_into(arm)
+        if base is not None:
+            plain, off, put = _Model(base, "on"), _Model(arm, OFF), _Model(arm, f"{PUT_INTO}{base}")
+            title = put_in_title(arm, base)
+            training: Literal["training", "training and normalisation"] = (
+                "training" if settings.read_alike(arm, base) else "training and normalisation"
+            )
+            yield _Contrast("reading", arm, title, base, (put,), (plain,))
+            yield _Contrast(training, arm, f"{arm}, {OFF}", base, (off,), (plain,))
+            yield _Contrast(training, arm, f"{arm}, on", title, (trained,), (put,))
             yield _Contrast(
                 "interaction",
                 arm,
                 f"{arm}: on − off",
-                f"{backbone}: put in − as trained",
-                (trained, base),
+                f"{base}: {read} put in − as trained",
+                (trained, plain),
                 (off, put),
             )
 
@@ -311,13 +319,16 @@ def _difference(
     """Paired by seed and by prompt: all models of a seed started alike and saw the same rows, and all of them answer
     the same prompts, so differences are taken prompt by prompt and then averaged.
     """
-    first, second = sum(plus), sum(minus)
-    assert isinstance(first, np.ndarray) and isinstance(second, np.ndarray)
-    by_seed = (first - second).mean(axis=1)
-    shares = metric == "accuracy" and len(plus) == 1
+    # Rounding must not look like a spread: seeds that agree agree exactly.
+    by_seed = (np.sum(plus, axis=0) - np.sum(minus, axis=0)).mean(axis=1).round(12)
     asked = (f"{task}: {setting}",)
-    pairs = [(Samples(a, asked, shares), Samples(b, asked, shares)) for a, b in zip(first, second, strict=True)]
-    seeds, prompts = over_seeds(by_seed.tolist()), of_difference([pairs])
+    by_model = zip(plus[0], *minus, *plus[1:], strict=True)
+    samples = [[Samples(values, asked, metric == "accuracy") for values in models] for models in by_model]
+    seeds = over_seeds(by_seed.tolist())
+    if contrast.kind == "interaction":
+        prompts = of_interaction([(a, b, c, d) for a, b, c, d in samples])
+    else:
+        prompts = of_difference([[(a, b) for a, b in samples]])
     return {
         "task": task,
         "setting": setting,

@@ -249,9 +249,13 @@ class GridScore(TypedDict):
     high: float | None
 
 
+PUT_INTO = "put into "
+
+
 class GridReading(TypedDict):
-    """A trained model read in another way: `reading` is an intervention such as "off", or "put in" for the backbone of
-    the same seed with the arm's read step put in at lambda `gate`.
+    """A trained model read in another way: `reading` is an intervention such as "off", or `PUT_INTO` and an arm, as in
+    "put into gla", for the model of that arm and the same seed with this arm's read step put in; `gate` is then the
+    lambda that it has, as an observer sees it.
     """
 
     reading: str
@@ -283,16 +287,18 @@ class GridRunResult(TypedDict):
 class GridDifference(TypedDict):
     """`first` minus `second` in one metric at one setting of one task, paired by seed and by prompt.
 
-    `kind` says what differs: "arm" (an arm and its backbone, both as trained), "training" (the same with the correction
-    off, or on, in both), "reading" (one trained model, read in two ways) or "interaction" (the difference of two such
-    differences). `over_seeds` is Student's t interval over `by_seed` (null with one seed), `over_prompts` that over
+    `kind` says what differs: "arm" (an arm and its backbone, both as trained), "control" (an arm and its backbone with
+    unit queries, both as trained), "training" (the correction off, or on, in both of two models that read alike),
+    "training and normalisation" (the same where one reads unit queries and the other raw ones), "reading" (one trained
+    model, read in two ways) or "interaction" (the difference of two such differences). `over_seeds` is Student's t
+    interval over `by_seed` (null with one seed and where all seeds have the same value), `over_prompts` that over
     prompts; both 95 %.
     """
 
     task: str
     setting: str
     metric: Literal["accuracy", "loss"]
-    kind: Literal["arm", "training", "reading", "interaction"]
+    kind: Literal["arm", "control", "training", "training and normalisation", "reading", "interaction"]
     arm: str
     first: str
     second: str

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import safetensors.torch
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ccq.files import write_bytes_atomically
 from ccq.models.cache import fingerprint, read_safetensors
 from ccq.models.configuration import CCQConfig, nearest
-from ccq.nn.read import ReadStep
+from ccq.nn.read import GatedReadStep, ReadStep
 from ccq.ops.checks import accumulation_dtype
 
 GATE_VALUES_FORMAT = "ccq-gate-values/1"
@@ -203,8 +203,15 @@ class GateValues:
         return hashed.hexdigest()[:12]
 
     def means(self) -> list[list[float]]:
-        """The mean over the tokens, of each layer and head. As `gate` of a configuration it fixes lambda there."""
+        """The mean over the tokens, of each layer and head, of lambda as an observer sees it."""
         return [layer.double().mean(0).tolist() for layer in self.layers]
+
+    def mean_gate(self, model: nn.Module) -> list[list[float]]:
+        """The `gate` of a configuration that fixes lambda of each layer and head of `model`, whose values these are, at
+        its mean.
+        """
+        reads = cast("list[GatedReadStep]", read_steps(model))
+        return [[read.configured_gate(mean) for mean in means] for read, means in zip(reads, self.means(), strict=True)]
 
     def shuffled(self, seed: int) -> list[Tensor]:
         """[S, H] for each layer: the values of each head in a random order of its own, which `seed` alone decides."""
@@ -283,8 +290,8 @@ def set_read(
     """
     if isinstance(intervention, str):
         intervention = ReadIntervention.parse(intervention)
+    check_intervention(model, intervention)
     reads, layers = read_steps(model), read_layers(model)
-    _check_intervention(model, intervention, reads, layers)
     tables: list[Tensor | None] = [None] * len(reads)
     if intervention.gate != "own":
         values = _check_gate_values(model, intervention, gate_values)
@@ -314,10 +321,9 @@ def read_intervention(model: nn.Module) -> ReadIntervention | None:
     return vars(reads[0]).get(_DONE, ReadIntervention()) if reads else None
 
 
-def _check_intervention(
-    model: nn.Module, intervention: ReadIntervention, reads: list[ReadStep], layers: list[int]
-) -> None:
-    config = getattr(model, "config", None)
+def check_intervention(model: nn.Module, intervention: ReadIntervention) -> None:
+    """Refuse, with a ValueError, what cannot be done to a model, whatever values its gate has; changes nothing."""
+    config, reads = getattr(model, "config", None), read_steps(model)
     if not reads:
         name = f"arm {config.arm!r}" if isinstance(config, CCQConfig) else type(model).__name__
         raise ValueError(
@@ -326,7 +332,7 @@ def _check_intervention(
         )
     if intervention in (ReadIntervention(), ReadIntervention(enabled=False)):
         return
-    _check_numbers(intervention, intervention.layers, layers, "are in layers")
+    _check_numbers(intervention, intervention.layers, read_layers(model), "are in layers")
     _check_numbers(intervention, intervention.heads, range(max(read.num_heads for read in reads)), "have heads")
     for read in reads:
         name = repr(config.read) if isinstance(config, CCQConfig) else type(read).__name__

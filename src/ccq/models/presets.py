@@ -70,6 +70,7 @@ _SCALES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-6,
     },
 }
+SCALES = tuple(_SCALES)
 # Layers of the other two kinds of block, so that the parameters of a scale are about the same.
 _LAYERS = {
     "mamba2": {"tiny": 4, "30m": 28, "60m": 33, "500m": 65, "1.3b": 48},

@@ -312,6 +312,10 @@ class GatedReadStep(ReadStep):
             gate = thin_linear(presplit_query, self.gate_weight, self.gate_bias, sigmoid=True)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
 
+    def configured_gate(self, observed: float) -> float:
+        """The `gate` of a configuration that fixes lambda at what an observer sees as `observed`."""
+        return observed
+
     def intervene(self, *, enabled: bool = True, factors: Tensor | None = None, table: Tensor | None = None) -> None:
         """As `ReadStep.intervene`. table: [S, H], in place of the gate: lambda of the token at position p of its
         sequence is row p modulo S. More than one row need a state that counts tokens.

@@ -43,10 +43,10 @@ class PairedDifference(NamedTuple):
     @property
     def outcome(self) -> str:
         """ "better" or "worse" where both intervals leave out zero, or the one there is; else "level", or "unknown"
-        without any.
+        without any, or where several seeds have none because all their differences are equal.
         """
         interval = span((self.over_seeds, self.over_samples))
-        if interval is None:
+        if interval is None or (len(self.by_seed) > 1 and self.over_seeds is None):
             return "unknown"
         if interval.low <= 0 <= interval.high:
             return "level"

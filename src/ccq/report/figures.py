@@ -1,20 +1,23 @@
 """The plots of a comparison, as inline SVG panels for the HTML report and as one PNG for the README.
 
 Each figure is a few small panels that the page lays side by side or, on a phone, one below the other. A backbone has
-one hue; its arm with a read is the darker, solid form of it, the backbone alone the lighter, dashed one. matplotlib is
-imported inside the functions.
+one hue; its arm with a read is the darker, solid form of it, the backbone alone the lighter, dashed one. Where one
+backbone has several reads, each further one has a hue, a marker and a line of its own. matplotlib is imported inside
+the functions.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import os
 import re
+import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from ccq.files import write_bytes_atomically
 from ccq.report.tables import (
@@ -32,7 +35,11 @@ from ccq.report.tables import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.backend_bases import RendererBase
     from matplotlib.figure import Figure as MatplotlibFigure
+    from matplotlib.legend import Legend
+    from matplotlib.lines import Line2D
+    from matplotlib.transforms import Affine2D
 
     from ccq.evals.results import CompareResults, GateHistogram, RunResult, TrainingPoint
 
@@ -46,6 +53,21 @@ _HUES = (
     ("#b3b3b3", "#3d3d3d"),
 )
 _KNOWN_BACKBONES = ("gla", "gated-deltanet")
+# Further reads of a backbone: form for lines and form for text of each hue. The hues differ in lightness too, for the
+# colour-vision deficiencies; the lengths of the three lists have no common factor, so that hue and marker together
+# differ for 35 arms, hue and line for 28.
+_READ_HUES = (
+    ("#b3123f", "#b3123f"),
+    ("#1590a8", "#0d6a7c"),
+    ("#6a2be0", "#6a2be0"),
+    ("#9c8a00", "#6b5f00"),
+    ("#101820", "#101820"),
+    ("#e05ab4", "#a8277c"),
+    ("#451a05", "#451a05"),
+)
+_READ_MARKERS = "P*<>d"
+_READ_DASHES = ((0, (3.5, 1.2, 1, 1.2)), (0, (7, 1.5)), (0, (3.5, 1.2, 1, 1.2, 1, 1.2)), "-")
+_MOST_END_LABELS = 7  # of more, the leaders can no longer be followed
 _INK = "#333333"
 _FAINT = "#8a8a8a"
 _SVG = "http://www.w3.org/2000/svg"
@@ -103,21 +125,56 @@ class Figure(NamedTuple):
 
 
 def arm_styles(arms: Sequence[str]) -> dict[str, ArmStyle]:
-    """A style for each arm; the same arm looks the same in every report as long as its backbone is a known one."""
+    """A style for each arm; a known backbone and its arm with ccq look the same in every report.
+
+    The hue of a backbone goes to ccq or, without it, to the first read; the further reads take looks by their turn.
+    """
     backbones = list(dict.fromkeys([*_KNOWN_BACKBONES, *(backbone_of(arm) for arm in arms)]))
-    read_lines = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))
+    first_reads: dict[str, str] = {}
+    for arm in arms:
+        backbone = backbone_of(arm)
+        if arm == f"{backbone}+ccq":
+            first_reads[backbone] = arm
+        elif arm != backbone:
+            first_reads.setdefault(backbone, arm)
     styles: dict[str, ArmStyle] = {}
-    reads: dict[str, int] = {}
+    turns = itertools.count()
     for arm in arms:
         backbone = backbone_of(arm)
         light, dark = _HUES[backbones.index(backbone) % len(_HUES)]
         marker = "os^Dv"[backbones.index(backbone) % 5]
         if arm == backbone:
             styles[arm] = ArmStyle(light, dark, (0, (4, 2)), marker, False)
+        elif arm == first_reads[backbone]:
+            styles[arm] = ArmStyle(dark, dark, "-", marker, True)
         else:
-            styles[arm] = ArmStyle(dark, dark, read_lines[reads.get(backbone, 0) % len(read_lines)], marker, True)
-            reads[backbone] = reads.get(backbone, 0) + 1
+            turn = next(turns)
+            color, dark = _READ_HUES[turn % len(_READ_HUES)]
+            dashes, marker = _READ_DASHES[turn % len(_READ_DASHES)], _READ_MARKERS[turn % len(_READ_MARKERS)]
+            styles[arm] = ArmStyle(color, dark, dashes, marker, True)
     return styles
+
+
+def swatch(style: ArmStyle) -> str:
+    """The line and the marker of an arm as a small <svg> element, to stand beside its name."""
+    from matplotlib.markers import MarkerStyle
+    from matplotlib.path import Path
+    from matplotlib.transforms import Affine2D
+
+    marker = MarkerStyle(style.marker)
+    path = marker.get_path().transformed(marker.get_transform() + Affine2D().scale(9, -9).translate(17, 7))
+    letters = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C"}
+    shape = "".join(
+        "Z" if code == Path.CLOSEPOLY else letters[code] + " ".join(f"{value:.1f}" for value in points)
+        for points, code in path.iter_segments(simplify=False)
+    )
+    lengths = [] if style.dashes == "-" else [f"{2 * length:g}" for length in style.dashes[1]]
+    dashes = f' stroke-dasharray="{" ".join(lengths)}"' if lengths else ""
+    fill = style.color if style.filled else "#ffffff"
+    return (
+        f'<svg class="swatch" viewBox="0 0 34 14" aria-hidden="true"><g stroke="{style.color}" stroke-width="2">'
+        f'<path d="M0 7H34"{dashes}/><path d="{shape}" fill="{fill}" stroke-width="1"/></g></svg>'
+    )
 
 
 @contextmanager
@@ -189,38 +246,34 @@ class LineEnd(NamedTuple):
     text: str
     color: str
     text_color: str
+    line: Line2D | None = None  # how a legend shows it; without one as a plain line of its colour
 
 
 def _label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
-    """Label each line at the right edge, moved up or down so that no two labels overlap, with a thin leader."""
-    # The constrained layout settles only on drawing; this is close enough to the height of the axes to place text by.
-    height = axes.figure.bbox.height / axes.figure.dpi * 72 * 0.74
-    low, high = axes.get_ylim()
-    line = 9.6
+    """Label each line at the right edge, moved up or down so that no two labels overlap, with a thin leader. Where they
+    are more than can be followed that way, a legend below the figure names the arms, and labels only the faint lines.
+    """
+    if len(ends) > _MOST_END_LABELS:
+        _legend_below(axes, [end for end in ends if end.text_color != _FAINT])
+        ends = [end for end in ends if end.text_color == _FAINT]
     ordered = sorted(ends, key=lambda end: end.y)
-    heights = [line * (1 + end.text.count("\n")) for end in ordered]
-    centres = [(end.y - low) / (high - low) * height for end in ordered]
-    # Each pass pushes overlapping neighbours apart by half the overlap each, then keeps the stack inside the axes.
-    for _ in range(200):
-        moved = False
-        for index in range(len(centres) - 1):
-            overlap = (heights[index] + heights[index + 1]) / 2 - (centres[index + 1] - centres[index])
-            if overlap > 0.05:
-                centres[index] -= overlap / 2
-                centres[index + 1] += overlap / 2
-                moved = True
-        for index, own in enumerate(heights):
-            kept = min(max(centres[index], own / 2 - 4), height - own / 2 + 4)
-            moved = moved or kept != centres[index]
-            centres[index] = kept
-        if not moved:
-            break
-    for end, centre in zip(ordered, centres, strict=True):
+    heights = [2.5 + 8.5 * (1 + end.text.count("\n")) for end in ordered]  # in points, with the room between two
+
+    def place(index: int, _renderer: RendererBase) -> Affine2D:
+        """Only when it is drawn does the layout know the height of the axes."""
+        from matplotlib.transforms import Affine2D
+
+        point = axes.figure.dpi / 72
+        bottom, top = axes.bbox.y0 / point, axes.bbox.y1 / point
+        wanted = [axes.transData.transform((end.x, end.y))[1] / point for end in ordered]
+        return Affine2D().translate(0, point * _spread_out(wanted, heights, bottom - 4, top + 4)[index])
+
+    for index, end in enumerate(ordered):
         axes.annotate(
             end.text,
             (end.x, end.y),
-            xytext=(1.06, centre / height),
-            textcoords="axes fraction",
+            xytext=(1.06, 0),
+            textcoords=("axes fraction", functools.partial(place, index)),
             color=end.text_color,
             fontsize=8.5,
             va="center",
@@ -235,6 +288,58 @@ def _label_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
                 "shrinkB": 2,
             },
         )
+
+
+def _spread_out(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
+    """Centres as near to the ascending wanted ones as can be (least squares), of which no two overlap. The stack stays
+    between low and high if it fits there, else it hangs from high.
+    """
+    steps = [(below + above) / 2 for below, above in itertools.pairwise(heights)]
+    offsets = list(itertools.accumulate(steps, initial=0.0))
+    # Less its offset a centre may not be below the one before it; neighbours that would be share their mean.
+    groups: list[list[float]] = []
+    for centre, offset in zip(wanted, offsets, strict=True):
+        groups.append([centre - offset])
+        while len(groups) > 1 and statistics.fmean(groups[-2]) > statistics.fmean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    shared = [statistics.fmean(group) for group in groups for _ in group]
+    bottom, top = low + heights[0] / 2, high - heights[-1] / 2 - offsets[-1]
+    return [min(max(each, bottom), top) + offset for each, offset in zip(shared, offsets, strict=True)]
+
+
+def _legend_below(axes: Axes, ends: Sequence[LineEnd]) -> None:
+    """Name the lines in the one legend of the figure, in as many columns as fit; the figure grows by its height."""
+    from matplotlib.lines import Line2D
+
+    figure = cast("MatplotlibFigure", axes.figure)
+    entries: dict[str, Any] = {}
+
+    def legend(columns: int) -> Legend:
+        return figure.legend(
+            list(entries.values()),
+            list(entries),
+            loc="outside lower center",
+            ncols=columns,
+            columnspacing=0.8,
+            handlelength=4.0,
+            frameon=False,
+            fontsize=8.5,
+        )
+
+    height = 0.0
+    for earlier in figure.legends:  # of another panel
+        entries.update(zip((text.get_text() for text in earlier.get_texts()), earlier.legend_handles, strict=True))
+        height -= earlier.get_window_extent().height
+        earlier.remove()
+    for end in ends:
+        name = end.text.replace("\n+", "+").replace("\n", " ")
+        entries.setdefault(name, end.line or Line2D([], [], color=end.color))
+    column = legend(1)
+    columns = max(1, int(figure.bbox.width / column.get_window_extent().width))
+    column.remove()
+    height += legend(columns).get_window_extent().height
+    figure.set_figheight(figure.get_figheight() + height / figure.dpi)
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int], training_length: int) -> None:
@@ -277,7 +382,7 @@ def _marked_line(
     index, count = turn
     shift = (index - (count - 1) / 2) * min(0.08, 0.4 / count)
     places = [position + shift for position, _ in points]
-    axes.plot(
+    (line,) = axes.plot(
         places,
         [scale * value.mean for _, value in points],
         color=style.color,
@@ -303,7 +408,7 @@ def _marked_line(
         else:
             continue
         axes.plot([place, place], [scale * low, scale * high], color=style.dark, linewidth=1, alpha=0.75, zorder=1.5)
-    return LineEnd(places[-1], scale * points[-1][1].mean, _two_lines(label), style.color, style.dark)
+    return LineEnd(places[-1], scale * points[-1][1].mean, _two_lines(label), style.color, style.dark, line)
 
 
 def _needle_axes(
@@ -336,7 +441,7 @@ def _curves(axes: Axes, results: CompareResults, field: LossName, styles: Mappin
         curves = [curve for curve in (_curve_values(run, field) for run in runs_of(results, arm)) if curve[0]]
         if not curves:
             continue
-        ends.append(LineEnd(*_seed_lines(axes, curves, style), _two_lines(arm), style.color, style.dark))
+        ends.append(_seed_lines(axes, curves, style, _two_lines(arm)))
     _token_axis(axes)
     axes.set_ylabel("loss, nats per token")
     low, high = axes.get_ylim()
@@ -345,8 +450,10 @@ def _curves(axes: Axes, results: CompareResults, field: LossName, styles: Mappin
     _label_ends(axes, ends)
 
 
-def _seed_lines(axes: Axes, curves: Sequence[tuple[list[float], list[float]]], style: ArmStyle) -> tuple[float, float]:
-    """Mean and range over seeds; seeds logged at different places are drawn one by one. Returns where the line ends."""
+def _seed_lines(axes: Axes, curves: Sequence[tuple[list[float], list[float]]], style: ArmStyle, label: str) -> LineEnd:
+    """Mean and range over seeds; seeds logged at different places are drawn one by one. Returns the end of the first
+    line.
+    """
     if all(x == curves[0][0] for x, _ in curves):
         x, columns = curves[0][0], list(zip(*(y for _, y in curves), strict=True))
         lines = [(x, [sum(column) / len(column) for column in columns])]
@@ -356,9 +463,11 @@ def _seed_lines(axes: Axes, curves: Sequence[tuple[list[float], list[float]]], s
             )
     else:
         lines = list(curves)
-    for x, y in lines:
+    drawn = [
         axes.plot(x, y, color=style.color, linestyle=style.dashes, linewidth=1.6, marker="o" if len(x) == 1 else None)
-    return lines[0][0][-1], lines[0][1][-1]
+        for x, y in lines
+    ]
+    return LineEnd(lines[0][0][-1], lines[0][1][-1], label, style.color, style.dark, drawn[0][0])
 
 
 def _token_axis(axes: Axes) -> None:
@@ -394,8 +503,7 @@ def draw_gates(
     by_decay: dict[tuple[tuple[float, float], ...], list[str]] = {}
     for arm, seeds in trainings.items():
         curves = [([point.tokens for point in seed], [point.gate for point in seed]) for seed in seeds]
-        style = styles[arm]
-        ends.append(LineEnd(*_seed_lines(axes, curves, style), label(arm), style.color, style.dark))
+        ends.append(_seed_lines(axes, curves, styles[arm], label(arm)))
         # Means over another number of heads are rounded differently.
         alone = tuple(
             (point.tokens, round(point.by_decay_alone, 6)) for point in seeds[0] if point.by_decay_alone is not None
@@ -406,8 +514,8 @@ def draw_gates(
         style = styles[arms[0]]
         color, dark = (_FAINT, _FAINT) if len(by_decay) == 1 else (style.color, style.dark)
         text = "decay alone" if len(by_decay) == 1 else f"{label(arms[0])}: decay alone"
-        axes.plot(*zip(*alone, strict=True), color=color, linestyle=(0, (4, 2)), linewidth=1.2)
-        ends.append(LineEnd(*alone[-1], text, color, dark))
+        (line,) = axes.plot(*zip(*alone, strict=True), color=color, linestyle=(0, (4, 2)), linewidth=1.2)
+        ends.append(LineEnd(*alone[-1], text, color, dark, line))
     _token_axis(axes)
     axes.set_axisbelow(True)
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
@@ -493,7 +601,7 @@ def _needle_figure(
             off_styles = {arm: style._replace(dashes=(0, (1, 1.5)), filled=False) for arm, style in styles.items()}
             _by_length(axes, read_rows, "needle_read_off", lengths, off_styles, 100)
             axes.set_ylim(-2, 102)
-            axes.set_title("Correction on (solid) and switched off (dotted)")
+            axes.set_title("Correction on (filled) and switched off (hollow, dotted)")
             _label_ends(axes, ends)
 
         panels.append(

@@ -8,10 +8,12 @@ only where both leave out zero.
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ccq.evals.results import PUT_INTO
 from ccq.files import write_bytes_atomically
 from ccq.report.figures import (
     _FAINT,
@@ -40,10 +42,9 @@ from ccq.report.tables import (
     TextRow,
     TextTable,
     backbone_of,
-    difference_text,
-    interval_text,
     measured_cell,
     share_text,
+    signed,
     summarize,
     terminal_grid,
 )
@@ -55,11 +56,13 @@ if TYPE_CHECKING:
     from ccq.evals.results import GridDifference, GridReading, GridResults, GridRunResult, GridScore, GridTaskResult
 
 METRICS = ("accuracy", "loss")
-PUT_IN = "put in"
 _TITLES = {"accuracy": "answers that are right, %", "loss": "loss on text, nats a token"}
+_AS_TRAINED = ("arm", "control")
 _KINDS = {
     "arm": "an arm and its backbone, both as trained",
+    "control": "an arm and its backbone with unit queries, both as trained",
     "training": "two models read alike",
+    "training and normalisation": "two models, one read with unit queries and the other with raw ones",
     "reading": "one model read in two ways",
     "interaction": "the difference of two differences",
 }
@@ -108,12 +111,47 @@ def _reading(run: GridRunResult, name: str) -> GridReading | None:
     return next((reading for reading in run["readings"] if reading["reading"] == name), None)
 
 
+def put_in_title(arm: str, base: str) -> str:
+    """What a trained model of arm `base` is called that the read step of `arm` is put into."""
+    return f"{base}, {arm.partition('+')[2]} put in"
+
+
 def _label(arm: str, reading: str, found: Sequence[GridReading | None]) -> str:
-    if reading != PUT_IN:
+    if not reading.startswith(PUT_INTO):
         return f"{arm}, {reading}"
-    gates = [each["gate"] for each in found if each is not None and each["gate"] is not None]
-    strength = f" at λ {sum(gates) / len(gates):.2g}" if gates else ""
-    return f"{backbone_of(arm)}, read put in{strength}"
+    title = put_in_title(arm, reading.removeprefix(PUT_INTO))
+    return title + _at_strength(each["gate"] for each in found if each is not None)
+
+
+def _at_strength(gates: Iterable[float | None]) -> str:
+    """ " at λ 0.25", or from the smallest to the largest."""
+    known = [gate for gate in gates if gate is not None]
+    texts = list(dict.fromkeys(f"{gate:.2g}" for gate in (min(known), max(known)))) if known else []
+    return f" at λ {' to '.join(texts)}" if texts else ""
+
+
+def put_in_base(results: GridResults, arm: str) -> str | None:
+    """The arm whose models the read step of `arm` was put into; None for an arm without the 2 x 2."""
+    readings = (reading["reading"] for run in results["runs"] if run["arm"] == arm for reading in run["readings"])
+    return next((name.removeprefix(PUT_INTO) for name in readings if name.startswith(PUT_INTO)), None)
+
+
+def _named(results: GridResults, difference: GridDifference, tasks: Sequence[str]) -> tuple[str, str]:
+    """Both sides of a difference, a read step that was put in with its lambda in these tasks."""
+    arm = difference["arm"]
+    base = put_in_base(results, arm)
+    put_in = None if base is None else put_in_title(arm, base)
+    strength = _at_strength(
+        reading["gate"]
+        for run in results["runs"]
+        if run["arm"] == arm and run["task"] in tasks
+        for reading in run["readings"]
+        if reading["reading"].startswith(PUT_INTO)
+    )
+    first, second = (
+        f"{name}{strength}" if name == put_in else name for name in (difference["first"], difference["second"])
+    )
+    return first, second
 
 
 def _measured(runs: Sequence[Sequence[GridScore]], metric: str) -> dict[str, Measured]:
@@ -131,21 +169,45 @@ def _measured(runs: Sequence[Sequence[GridScore]], metric: str) -> dict[str, Mea
 
 
 def interval_of(difference: GridDifference) -> Interval | None:
-    """The span of both intervals; None where there is none."""
-    intervals = (difference["over_seeds"], difference["over_prompts"])
-    return span(None if each is None else Interval(*each) for each in intervals)
+    """The span of both intervals, with one seed the one over prompts; None where one of them is missing."""
+    kinds = ("over_seeds", "over_prompts") if len(difference["by_seed"]) > 1 else ("over_prompts",)
+    found = [difference[kind] for kind in kinds]  # type: ignore[literal-required]
+    return None if None in found else span(Interval(*each) for each in found)
+
+
+_UNITS = {"accuracy": (100.0, 1, " points"), "loss": (1.0, 3, " nats")}
+"""By what a difference is multiplied, the digits behind its point, and its unit."""
+
+
+def _text(difference: GridDifference, value: float, unit: bool = True) -> str:
+    """A value in the unit of a difference: its mean, or an edge of its intervals. Where they leave out zero, it has so
+    many digits behind the point that the mean has two figures and no edge looks like zero.
+    """
+    scale, digits, word = _UNITS[difference["metric"]]
+    interval = interval_of(difference)
+    if interval is not None and interval.low * interval.high > 0:
+        nearest = min(map(abs, interval))
+        digits = max(digits, 1 - _place(scale * abs(difference["mean"])), -_place(scale * nearest))
+    return signed(scale * value, digits) + (word if unit else "")
+
+
+def _place(size: float) -> int:
+    """Of the first figure: 0 for 1 ... 9, -1 for 0.1 ... 0.9."""
+    return math.floor(math.log10(size))
+
+
+def _interval_text(difference: GridDifference, bounds: Sequence[float] | None) -> str:
+    return "–" if bounds is None else " to ".join(_text(difference, edge, unit=False) for edge in bounds)
 
 
 def as_difference(difference: GridDifference) -> Difference:
-    """In the form that the figures of a comparison draw: its interval is the span of both."""
+    """In the form that the figures of a comparison draw. Without `interval_of` its outcome is "unknown"."""
     low, high = interval_of(difference) or (None, None)
-    source = "seeds" if difference["over_seeds"] is not None else "samples" if low is not None else None
-    name = difference["setting"]
-    metric = f"{difference['metric']} at {name}"
+    source = None if low is None else "seeds" if difference["over_seeds"] is not None else "samples"
     return Difference(
         difference["second"],
         difference["first"],
-        metric,
+        f"{difference['metric']} at {difference['setting']}",
         tuple(difference["by_seed"]),
         difference["mean"],
         low,
@@ -172,61 +234,125 @@ def headline(results: GridResults) -> str:
 
 
 def findings(results: GridResults) -> list[Finding]:
-    """The sentences under the headline: for each task every arm against its backbone, then every other comparison over
-    all tasks, then what limits them.
+    """The sentences under the headline: what is clear, for each task of every arm as trained and over all tasks of any
+    other comparison; the rest in a line; then what limits them. With one seed no mark takes sides.
     """
-    found = []
     groups: dict[tuple[str, ...], list[GridDifference]] = {}
     for each in results["differences"]:
-        task = each["task"] if each["kind"] == "arm" else ""
-        groups.setdefault((task, each["kind"], each["first"], each["second"]), []).append(each)
-    for (task, kind, first, second), group in groups.items():
-        if kind == "arm":
-            found.append(_arm_finding(f"{task}: {first} against {second}", group))
-    for (_, kind, first, second), group in groups.items():
-        if kind != "arm":
-            found.append(_other_finding(f"{first} against {second}, {_KINDS[kind]}", kind, group))
+        task = each["task"] if each["kind"] in _AS_TRAINED else ""
+        groups.setdefault((each["arm"], each["kind"], each["first"], each["second"], task), []).append(each)
+    clear, rest = [], []
+    for group in sorted(groups.values(), key=lambda group: group[0]["kind"] not in _AS_TRAINED):
+        if _clear(group):
+            clear.append(_finding(results, group))
+        else:
+            rest.append(group)
+    found = clear
+    if rest:
+        where = _plural(len(rest), "other comparison" if clear else "comparison")
+        which = _plural(sum(map(len, rest)), "difference")
+        text = f"In {where} nothing is beyond {_intervals(results)} ({which}; the tables below have them)."
+        found = [*clear, Finding("level" if seeds_of_grid(results) > 1 else "note", text)]
+    unknown = sum(interval_of(each) is None for each in results["differences"])
+    if unknown:
+        text = (
+            f"{_plural(unknown, 'difference')} without an interval, as where all seeds have the same value: not called."
+        )
+        found.append(Finding("unknown", text))
     found += [Finding("note", line) for line in _guessing(results)]
-    count = len(results["differences"])
-    if seeds_of_grid(results) > 1 and count > 5:
+    count = len(results["differences"]) - unknown
+    if count > 5:
         by_chance = max(1, round(count / 20))
         text = f"{count} comparisons at 95 %: even if nothing differed, about {by_chance} could look like a difference."
         found.append(Finding("note", text))
     return found
 
 
-def _mark(outcomes: set[str]) -> str:
-    """The mark of several differences: theirs, where all that are clear agree."""
-    clear = outcomes & {"better", "worse"}
-    return "level" if not clear else clear.pop() if len(clear) == 1 else "note"
+def _intervals(results: GridResults) -> str:
+    return "the intervals" if seeds_of_grid(results) > 1 else "the interval over prompts"
 
 
-def _arm_finding(start: str, differences: Sequence[GridDifference]) -> Finding:
-    """One arm and its backbone on one task, at all settings."""
-    outcomes = [as_difference(each).outcome for each in differences]
-    parts = [
-        f"{difference_text(each['metric'], each['mean'])} ({each['metric']}, {each['setting']})"
-        for each, outcome in zip(differences, outcomes, strict=True)
-        if outcome in ("better", "worse")
-    ]
-    if not parts:
-        return Finding("level", f"{start}: no difference beyond the intervals.")
-    rest = len(differences) - len(parts)
-    others = f"; {'the other' if rest == 1 else f'the other {rest}'} not beyond the intervals" if rest else ""
-    return Finding(_mark(set(outcomes)), f"{start}: {_listed(parts)}{others}.")
+def _clear(differences: Sequence[GridDifference]) -> list[GridDifference]:
+    return [each for each in differences if as_difference(each).outcome in ("better", "worse")]
 
 
-def _other_finding(start: str, kind: str, differences: Sequence[GridDifference]) -> Finding:
-    """One comparison over all tasks and settings."""
-    outcomes = [as_difference(each).outcome for each in differences]
-    better, worse = outcomes.count("better"), outcomes.count("worse")
-    text = f"{start}: of {_plural(len(differences), 'difference')} "
-    if not better and not worse:
-        return Finding("level", f"{text}none is beyond the intervals.")
-    mark = "note" if kind == "interaction" else _mark(set(outcomes))
-    return Finding(
-        mark, f"{text}{better or 'none'} beyond the intervals in favour of the first, {worse or 'none'} against."
+def _finding(results: GridResults, group: Sequence[GridDifference]) -> Finding:
+    """What is clear of one comparison, where something is."""
+    kind = group[0]["kind"]
+    clear = _clear(group)
+    rest = len(group) - len(clear)
+    first, second = _named(results, group[0], [each["task"] for each in group])
+    if kind in _AS_TRAINED:
+        parts = [f"{_text(each, each['mean'])} ({each['metric']}, {each['setting']})" for each in clear]
+        text = f"{group[0]['task']}: {first} against {second}: {_listed(parts)}"
+        if rest:
+            text += f"; {'the other' if rest == 1 else f'the other {rest}'} not beyond {_intervals(results)}"
+    else:
+        sides = [[each for each in clear if as_difference(each).outcome == side] for side in ("better", "worse")]
+        parts = [
+            f"{len(side)} {words} ({_sizes(side)})"
+            for side, words in zip(sides, ("in favour of the first", "against it"), strict=True)
+            if side
+        ]
+        text = (
+            f"{first} against {second}, {_KINDS[kind]}: of {_plural(len(group), 'difference')} beyond "
+            f"{_intervals(results)} {_listed(parts)}"
+        )
+    outcomes = {as_difference(each).outcome for each in clear}
+    takes_sides = seeds_of_grid(results) > 1 and kind != "interaction" and len(outcomes) == 1
+    return Finding(outcomes.pop() if takes_sides else "note", f"{text}.")
+
+
+def _sizes(differences: Sequence[GridDifference]) -> str:
+    """ "accuracy +3.0 to +12.5 points, loss −0.00042 nats" """
+    parts = []
+    for metric in METRICS:
+        own = sorted((each for each in differences if each["metric"] == metric), key=lambda each: each["mean"])
+        if own:
+            low, high = _text(own[0], own[0]["mean"], unit=False), _text(own[-1], own[-1]["mean"])
+            parts.append(f"{metric} {f'{low} to {high}' if len(own) > 1 else high}")
+    return ", ".join(parts)
+
+
+def reading_notes(results: GridResults) -> list[str]:
+    """What of reading trained models otherwise does not apply to which arm, and where an effect of training is not of
+    training alone; none without interventions.
+    """
+    asked = results["settings"].get("interventions") or []
+    arms = arms_of_grid(results)
+    readings = {
+        arm: {reading["reading"] for run in results["runs"] if run["arm"] == arm for reading in run["readings"]}
+        for arm in arms
+        if arm != backbone_of(arm)
+    }
+    notes = []
+    for name in asked:
+        without = [arm for arm, found in readings.items() if found and name not in found]
+        if without:
+            notes.append(f"{name} does not apply to {_listed(without)}.")
+    unchanged = [arm for arm, found in readings.items() if asked and not found]
+    without = [arm for arm, found in readings.items() if found and put_in_base(results, arm) is None]
+    alone = [arm for arm in without if backbone_of(arm) not in arms]
+    others = [arm for arm in without if arm not in alone]
+    if unchanged:
+        notes.append(f"{_listed(unchanged)}: read as trained alone, because there is no correction to change.")
+    if alone:
+        notes.append(f"{_listed(alone)}: without the 2 × 2, because the backbone is not among the arms.")
+    if others:
+        notes.append(
+            f"{_listed(others)}: without the 2 × 2, because such a read step has parameters other than a gate, which "
+            "no other model has learned."
+        )
+    confounded = dict.fromkeys(
+        each["arm"] for each in results["differences"] if each["kind"] == "training and normalisation"
     )
+    for backbone in dict.fromkeys(map(backbone_of, confounded)):
+        own = [arm for arm in confounded if backbone_of(arm) == backbone]
+        notes.append(
+            f"{_listed(own)}: with unit queries, while {backbone} reads with raw ones, so that what training changes "
+            f"contains the normalisation of the queries; an arm {backbone}+normalize in the grid takes it out."
+        )
+    return notes
 
 
 def _guessing(results: GridResults) -> Iterator[str]:
@@ -322,24 +448,28 @@ def _two_by_two_table(results: GridResults, task: GridTaskResult, arm: str, metr
         ]
         for effect in _EFFECTS:
             found = effects[effect][setting]
-            low, high = interval_of(found) or (None, None)
-            text = difference_text(metric, found["mean"], unit=False)
-            cells.append(Cell(text, interval_text(metric, low, high)))
+            text = _text(found, found["mean"], unit=False)
+            cells.append(Cell(text, _interval_text(found, interval_of(found))))
         rows.append(TextRow(setting, setting, tuple(cells)))
     header = [
         Cell("setting"),
         *(Cell(f"read {name.split()[1]}", f"trained {name.split()[0]}") for name in corners),
         *(Cell(kind, words) for kind, words in _EFFECTS),
     ]
-    return TextTable(f"{task['task']}, {arm}: {_TITLES[metric]}", tuple(header), tuple(rows))
+    title = f"{task['task']}, {arm} and {put_in_base(results, arm)}: {_TITLES[metric]}"
+    if any(each["kind"] != "training" for each in effects["training", "read off"].values()):
+        title += "; training is with normalisation of the queries, too"
+    return TextTable(title, tuple(header), tuple(rows))
 
 
 def two_by_two(results: GridResults, task: str, arm: str, metric: str) -> dict[str, Line]:
     """The four corners: trained without and with the read step, read without and with it."""
     lines = {(line.arm, line.reading): line for line in lines_of(results, task, metric)}
+    base = put_in_base(results, arm)
+    assert base is not None
     return {
-        "without off": lines[backbone_of(arm), "on"],
-        "without on": lines[arm, PUT_IN],
+        "without off": lines[base, "on"],
+        "without on": lines[arm, f"{PUT_INTO}{base}"],
         "with off": lines[arm, "off"],
         "with on": lines[arm, "on"],
     }
@@ -349,25 +479,25 @@ def _effects(
     results: GridResults, task: str, arm: str, metric: str
 ) -> dict[tuple[str, str], dict[str, GridDifference]]:
     effects: dict[tuple[str, str], dict[str, GridDifference]] = {effect: {} for effect in _EFFECTS}
-    backbone = backbone_of(arm)
+    base = put_in_base(results, arm)
     for each in results["differences"]:
         if (each["task"], each["arm"], each["metric"]) != (task, arm, metric):
             continue
-        names = each["first"], each["second"]
-        if each["kind"] == "training":
-            effects["training", "read off" if names[1] == backbone else "read on"][each["setting"]] = each
-        elif each["kind"] == "reading" and names == (f"{arm}, on", f"{arm}, off"):
+        kind, names = each["kind"], (each["first"], each["second"])
+        if kind.startswith("training"):
+            effects["training", "read off" if names[1] == base else "read on"][each["setting"]] = each
+        elif kind == "reading" and names == (f"{arm}, on", f"{arm}, off"):
             effects["reading", "trained with"][each["setting"]] = each
-        elif each["kind"] == "reading" and names[1] == backbone:
+        elif kind == "reading" and names[1] == base:
             effects["reading", "trained without"][each["setting"]] = each
-        elif each["kind"] == "interaction":
+        elif kind == "interaction":
             effects["interaction", ""][each["setting"]] = each
     return effects
 
 
 def grid_table(results: GridResults) -> Table:
-    """The terminal table: scores of every task, then the differences between arms and their backbones."""
-    differences = [each for each in results["differences"] if each["kind"] == "arm"]
+    """The terminal table: scores of every task, then the differences between arms and their backbones, as trained."""
+    differences = [each for each in results["differences"] if each["kind"] in _AS_TRAINED]
     tables = grid_tables(results)
     if differences:
         tables.append(
@@ -375,20 +505,21 @@ def grid_table(results: GridResults) -> Table:
                 "Differences between an arm and its backbone, paired by seed and by prompt",
                 (
                     Cell("task, setting"),
-                    Cell("arm"),
+                    Cell("pair"),
                     Cell("difference"),
-                    Cell("95 %", "over seeds"),
-                    Cell("95 %", "over prompts"),
+                    Cell("95 % over seeds", "and over prompts"),
                 ),
                 tuple(
                     TextRow(
                         label,
                         label,
                         (
-                            Cell(each["first"]),
-                            Cell(difference_text(each["metric"], each["mean"])),
-                            Cell(_bounds(each, "over_seeds")),
-                            Cell(_bounds(each, "over_prompts")),
+                            Cell(each["first"], f"− {each['second']}"),
+                            Cell(_text(each, each["mean"])),
+                            Cell(
+                                _interval_text(each, each["over_seeds"]),
+                                _interval_text(each, each["over_prompts"]),
+                            ),
                         ),
                     )
                     for each in differences
@@ -399,12 +530,7 @@ def grid_table(results: GridResults) -> Table:
     notes = (
         [(ONE_SEED + " A second seed may reverse any difference here.", "bold")] if seeds_of_grid(results) < 2 else []
     )
-    return terminal_grid(tables, notes)
-
-
-def _bounds(difference: GridDifference, which: str) -> str:
-    bounds = difference[which]  # type: ignore[literal-required]
-    return "–" if bounds is None else interval_text(difference["metric"], *bounds)
+    return terminal_grid(tables, [*notes, *((note, "") for note in reading_notes(results))])
 
 
 def _score_lines(
@@ -499,8 +625,8 @@ def _curves(axes: Axes, results: GridResults, task: str, styles: Mapping[str, Ar
             axes.fill_between(
                 common, [min(c) for c in columns], [max(c) for c in columns], color=style.color, alpha=0.18, linewidth=0
             )
-        axes.plot(common, means, color=style.color, linestyle=style.dashes, linewidth=1.6)
-        ends.append(LineEnd(common[-1], means[-1], _two_lines(arm), style.color, style.dark))
+        (line,) = axes.plot(common, means, color=style.color, linestyle=style.dashes, linewidth=1.6)
+        ends.append(LineEnd(common[-1], means[-1], _two_lines(arm), style.color, style.dark, line))
     axes.margins(x=0.0)
     axes.grid(axis="y")
     axes.set_axisbelow(True)
@@ -543,7 +669,7 @@ def _gate_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> Figure
     return Figure("gate", "The gate during training", caption, tuple(panels)) if panels else None
 
 
-def _two_by_two_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> Figure | None:
+def _two_by_two_figure(results: GridResults) -> Figure | None:
     panels = []
     dots = (0, (1, 1.5))
     for number, task in enumerate(results["tasks"]):
@@ -557,6 +683,7 @@ def _two_by_two_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> 
 
                 def draw(axes: Axes, task: GridTaskResult = task, arm: str = arm, metric: str = metric) -> None:
                     drawn = []
+                    styles = arm_styles((*arms_of_grid(results), backbone_of(arm)))
                     for name, line in two_by_two(results, task["task"], arm, metric).items():
                         trained, read = name.split()
                         style = styles[arm if trained == "with" else backbone_of(arm)]
@@ -569,9 +696,9 @@ def _two_by_two_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> 
                 name = f"two-by-two-{number}-{place}-{metric}"
                 panels.append(_svg(name, f"{task['task']}, {arm}: trained and read with and without", (4.6, 3.4), draw))
     caption = (
-        "Dark: trained with the read step, light: without. Solid: read with it, dotted: without. If the step itself "
-        "carries a gain, solid is better than dotted of the same colour; if training with it does, dark is better than "
-        "light."
+        "In the colour of the arm: trained with the read step, in that of its backbone: without it. Solid: read with "
+        "it, dotted: without. If the step itself carries a gain, solid is better than dotted of the same colour; if "
+        "training with it does, the colour of the arm is better than the other."
     )
     return Figure("two-by-two", "Training and reading", caption, tuple(panels)) if panels else None
 
@@ -607,7 +734,7 @@ def _difference_figure(results: GridResults, styles: Mapping[str, ArmStyle]) -> 
             panels.append(_svg(f"difference-{number}-{metric}", f"{task['task']}: arm minus backbone", size, draw))
     caption = (
         "Each point is the mean over seeds, small dots are single seeds, and the bar spans both 95 % intervals, over "
-        "seeds and over prompts"
+        "seeds and over prompts; where all seeds agree there is none"
         if seeds_of_grid(results) > 1
         else "The bar is the 95 % interval over prompts of this one seed; another seed can move the point further"
     )
@@ -620,7 +747,7 @@ def grid_figures(results: GridResults) -> list[Figure]:
     styles = arm_styles(arms_of_grid(results))
     figures = [
         _difference_figure(results, styles),
-        _two_by_two_figure(results, styles),
+        _two_by_two_figure(results),
         *_score_figures(results, styles),
         _gate_figure(results, styles),
     ]
@@ -654,19 +781,25 @@ def grid_figure_png(results: GridResults, path: str | os.PathLike[str]) -> None:
 
 
 def _all_differences(results: GridResults) -> list[dict[str, str]]:
+    one_seed = seeds_of_grid(results) < 2
     return [
         {
             "task": each["task"],
             "setting": each["setting"],
             "what": _KINDS[each["kind"]],
-            "pair": f"{each['first']} − {each['second']}",
-            "difference": difference_text(each["metric"], each["mean"]),
-            "seeds": _bounds(each, "over_seeds"),
-            "prompts": _bounds(each, "over_prompts"),
-            "outcome": "note" if each["kind"] == "interaction" else as_difference(each).outcome,
+            "pair": _pair(results, each),
+            "difference": _text(each, each["mean"]),
+            "seeds": _interval_text(each, each["over_seeds"]),
+            "prompts": _interval_text(each, each["over_prompts"]),
+            "outcome": "note" if one_seed or each["kind"] == "interaction" else as_difference(each).outcome,
         }
         for each in results["differences"]
     ]
+
+
+def _pair(results: GridResults, difference: GridDifference) -> str:
+    first, second = _named(results, difference, [difference["task"]])
+    return f"({first}) − ({second})" if difference["kind"] == "interaction" else f"{first} − {second}"
 
 
 def _run_facts(results: GridResults) -> list[tuple[str, str]]:
@@ -710,6 +843,7 @@ def render_grid_report(results: GridResults) -> str:
         findings=findings(results),
         tables=grid_tables(results),
         two_by_two=two_by_two_tables(results),
+        reading_notes=reading_notes(results),
         differences=_all_differences(results),
         tasks=results["tasks"],
         facts=facts,

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -104,17 +105,49 @@ def of_difference(tasks: Sequence[Sequence[tuple[Samples, Samples]]]) -> Interva
     where two models never differ. Else a t interval, as in `of_score`.
     """
     moments, fewest = [], math.inf
+    added, weight = _pseudo_samples((1, -1))
     are_shares = all(s.are_shares for pairs in tasks for pair in pairs for s in pair)
     for pairs in tasks:
         asked = {samples.identities for pair in pairs for samples in pair}
         if len(asked) != 1 or None in asked:
             return None
         values = np.mean([first.values - second.values for first, second in pairs], axis=0)
-        moments.append(
-            _Moments.of(values, added=(1.0, -1.0, 0.0, 0.0), weight=0.5) if are_shares else _Moments.of(values)
-        )
+        moments.append(_Moments.of(values, added, weight) if are_shares else _Moments.of(values))
         fewest = min(fewest, len(values))
     return _of_mean(moments, None if are_shares else int(fewest))
+
+
+def of_interaction(seeds: Sequence[tuple[Samples, Samples, Samples, Samples]]) -> Interval | None:
+    """Interval of a difference of two differences, (a - b) - (c - d), over samples that all four models were asked;
+    None where the samples are not the same, or where it would rest on one.
+
+    Args:
+        seeds: (a, b, c, d) of every seed. The difference of a sample is the mean over seeds.
+
+    Shares: one sample is added, spread evenly over the sixteen ways in which four models can be right or wrong. So each
+    model gets half a success and half a failure, which is what Price and Bonett (Computational Statistics and Data
+    Analysis 45, 2004) add to each of four proportions in a contrast; their 4 / m samples for m proportions are the two
+    of Agresti and Min for m = 2. It keeps its width where the four never differ. Else a t interval.
+    """
+    asked = {samples.identities for four in seeds for samples in four}
+    if len(asked) != 1 or None in asked:
+        return None
+    # In this order models that agree in pairs leave no rounding.
+    values = np.mean([(a.values - b.values) - (c.values - d.values) for a, b, c, d in seeds], axis=0)
+    if not all(samples.are_shares for four in seeds for samples in four):
+        return _of_mean([_Moments.of(values)], len(values))
+    return _of_mean([_Moments.of(values, *_pseudo_samples((1, -1, -1, 1)))], None)
+
+
+def _pseudo_samples(signs: Sequence[int]) -> tuple[list[float], float]:
+    """What a contrast of answers with these signs is in every pattern of right and wrong, and how much each pattern
+    counts: 4 / m samples in all for m models.
+    """
+    values = [
+        float(sum(sign * right for sign, right in zip(signs, pattern, strict=True)))
+        for pattern in product((0, 1), repeat=len(signs))
+    ]
+    return values, 4 / len(signs) / len(values)
 
 
 class _Moments(NamedTuple):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ccq.report.figures import Figure
+from ccq.report.figures import Figure, swatch
 
 
 def render_page(template: str, figures: Sequence[Figure], **values: Any) -> str:
@@ -15,7 +14,8 @@ def render_page(template: str, figures: Sequence[Figure], **values: Any) -> str:
 
     Args:
         template: a file of this package. It is given the style sheet as `style` too; in it the filter `unbroken` keeps
-            "95 %" on one line, and `moment` makes an ISO 8601 time in UTC readable.
+            "95 %" on one line, `moment` makes an ISO 8601 time in UTC readable, and `swatch` draws the `ArmStyle` of an
+            arm.
         figures: drawn by our own code, in which matplotlib has escaped every string; they go into the page as they are.
         values: everything else that the template names. Text is escaped.
     """
@@ -25,6 +25,7 @@ def render_page(template: str, figures: Sequence[Figure], **values: Any) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
     environment.filters["moment"] = lambda time: time.replace("T", " ").replace("+00:00", " UTC")
+    environment.filters["swatch"] = lambda style: Markup(swatch(style))
     folder = resources.files("ccq.report")
     return environment.from_string(folder.joinpath(template).read_text(encoding="utf-8")).render(
         figures=[{**figure._asdict(), "panels": [Markup(panel) for panel in figure.panels]} for figure in figures],

@@ -1,7 +1,7 @@
 """The figures of the paper with the runs that were given, and quality against cost.
 
-A backbone has one hue, its arm with a read step the darker form of it, as in a comparison's report. Lines of the paper
-are thin and without marks, those of runs thicker and with marks.
+An arm looks as it does in a comparison's report, and the same in every figure. Lines of the paper are thin and without
+marks, those of runs thicker and with marks.
 """
 
 from __future__ import annotations
@@ -50,14 +50,27 @@ def report_figures(runs: Runs, efficiency: ReportTable | None, points: Sequence[
     """Needles by depth, figures 3 and 4 by scale, figure 5, quality against cost and the gate during training, as far
     as something was given for them.
     """
+    styles = _styles(runs, efficiency)
     figures = [
-        *_depth_figures(runs),
-        *_extrapolation_figures(runs),
-        _efficiency_figure(runs, efficiency),
-        _cost_figure(points),
-        _gate_figure(runs),
+        *_depth_figures(runs, styles),
+        *_extrapolation_figures(runs, styles),
+        _efficiency_figure(runs, efficiency, styles),
+        _cost_figure(points, styles),
+        _gate_figure(runs, styles),
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def _styles(runs: Runs, efficiency: ReportTable | None) -> dict[str, ArmStyle]:
+    """One for each arm of any figure."""
+    arms = [subject.arm for subject in runs.subjects()]
+    arms += [] if efficiency is None else [row.arm for row in efficiency.rows]
+    arms += [arm for benchmark in runs.models for arm, _ in benchmark.sweep]
+    arms += [training.model.arm for training in runs.trainings]
+    arms += [
+        arm for corpora in read_paper().extrapolation.values.values() for values in corpora.values() for arm in values
+    ]
+    return arm_styles(list(dict.fromkeys(arms)))
 
 
 def render_figure(figure: ReportFigure) -> tuple[str, bytes, bytes]:
@@ -83,19 +96,22 @@ def render_figure(figure: ReportFigure) -> tuple[str, bytes, bytes]:
 # Needles by depth, which the paper does not show.
 
 
-def _depth_figures(runs: Runs) -> list[ReportFigure]:
+def _depth_figures(runs: Runs, styles: Mapping[str, ArmStyle]) -> list[ReportFigure]:
     """For each scale and task a grid of panels, one a model: length across, depth down."""
     found = {subject: runs.depths(subject) for subject in runs.subjects()}
     figures = []
     for scale in dict.fromkeys(subject.scale for subject in found):
         mine = {subject: depths for subject, depths in found.items() if subject.scale == scale and depths}
         names = dict.fromkeys(task.rpartition("/")[0] for depths in mine.values() for task in depths)
-        figures += [_depth_figure(scale, name, mine) for name in names]
+        figures += [_depth_figure(scale, name, mine, styles) for name in names]
     return figures
 
 
 def _depth_figure(
-    scale: str, name: str, found: Mapping[Subject, Mapping[str, Mapping[tuple[float, float], float]]]
+    scale: str,
+    name: str,
+    found: Mapping[Subject, Mapping[str, Mapping[tuple[float, float], float]]],
+    styles: Mapping[str, ArmStyle],
 ) -> ReportFigure:
     grids: dict[Subject, dict[int, Mapping[tuple[float, float], float]]] = {}
     for subject, depths in found.items():
@@ -104,7 +120,6 @@ def _depth_figure(
                 grids.setdefault(subject, {})[int(task.rpartition("/")[2])] = points
     lengths = sorted({length for columns in grids.values() for length in columns})
     places = sorted({place for columns in grids.values() for points in columns.values() for place in points})
-    styles = arm_styles(list(dict.fromkeys(subject.arm for subject in grids)))
     columns = min(len(grids), _COLUMNS)
     rows = -(-len(grids) // columns)
 
@@ -133,7 +148,7 @@ def _depth_figure(
 # Figures 3 and 4.
 
 
-def _extrapolation_figures(runs: Runs) -> list[ReportFigure]:
+def _extrapolation_figures(runs: Runs, styles: Mapping[str, ArmStyle]) -> list[ReportFigure]:
     curves = read_paper().extrapolation
     names = runs.names("extrapolation")
     mine = [s for s in runs.subjects() if any(name in scores for scores in runs.seeds(s).values() for name in names)]
@@ -148,7 +163,7 @@ def _extrapolation_figures(runs: Runs) -> list[ReportFigure]:
         corpora = list(dict.fromkeys([*paper, *(name.task.rpartition("/")[0] for name in names if subjects)]))
         measured = {corpus: _curves_of(runs, subjects, names, corpus) for corpus in corpora}
         corpora = [corpus for corpus in corpora if corpus in paper or measured[corpus]]
-        figures.append(_extrapolation_figure(scale, corpora, paper, measured))
+        figures.append(_extrapolation_figure(scale, corpora, paper, measured, styles))
     return figures
 
 
@@ -183,11 +198,11 @@ def _extrapolation_figure(
     corpora: Sequence[str],
     paper: Mapping[str, Mapping[str, Sequence[PaperValue]]],
     measured: Mapping[str, Mapping[Subject, Curve]],
+    styles: Mapping[str, ArmStyle],
 ) -> ReportFigure:
     curves = read_paper().extrapolation
     subjects = list(dict.fromkeys(subject for found in measured.values() for subject in found))
     paper_arms = list(dict.fromkeys(arm for arms in paper.values() for arm in arms))
-    styles = arm_styles(list(dict.fromkeys([*paper_arms, *(subject.arm for subject in subjects)])))
     rows = -(-len(corpora) // _COLUMNS)
 
     def draw(figure: Figure) -> None:
@@ -304,7 +319,7 @@ def _file_name(text: str) -> str:
 # Figure 5.
 
 
-def _efficiency_figure(runs: Runs, table: ReportTable | None) -> ReportFigure | None:
+def _efficiency_figure(runs: Runs, table: ReportTable | None, styles: Mapping[str, ArmStyle]) -> ReportFigure | None:
     """The efficiency table as bars, and the sweeps over lengths at a fixed number of tokens a step."""
     sweeps = [benchmark for benchmark in runs.models if benchmark.sweep]
     shown = () if table is None else table.rows
@@ -315,8 +330,6 @@ def _efficiency_figure(runs: Runs, table: ReportTable | None) -> ReportFigure | 
     ]
     if not chosen and not sweeps:
         return None
-    arms = [row.arm for row in shown] + [arm for benchmark in sweeps for arm, _ in benchmark.sweep]
-    styles = arm_styles(list(dict.fromkeys(arms)))
     panels = len(chosen) + len(sweeps)
     columns = min(panels, 2)
     rows = -(-panels // columns)
@@ -408,7 +421,7 @@ _COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-def _cost_figure(points: Sequence[CostPoint]) -> ReportFigure | None:
+def _cost_figure(points: Sequence[CostPoint], styles: Mapping[str, ArmStyle]) -> ReportFigure | None:
     panels = []
     for group, scale in dict.fromkeys((point.group, point.scale) for point in points):
         mine = [point for point in points if (point.group, point.scale) == (group, scale)]
@@ -421,7 +434,6 @@ def _cost_figure(points: Sequence[CostPoint]) -> ReportFigure | None:
     columns = min(len(panels), _COLUMNS)
     rows = -(-len(panels) // columns)
     subjects = list(dict.fromkeys(point.subject._replace(scale="") for *_, known in panels for point in known))
-    styles = arm_styles(list(dict.fromkeys(subject.arm for subject in subjects)))
 
     def draw(figure: Figure) -> None:
         for number, (group, scale, cost, label, text, known) in enumerate(panels):
@@ -500,7 +512,7 @@ def _point_handle(subject: Subject, styles: Mapping[str, ArmStyle]) -> Line2D:
 # The gate during training.
 
 
-def _gate_figure(runs: Runs) -> ReportFigure | None:
+def _gate_figure(runs: Runs, styles: Mapping[str, ArmStyle]) -> ReportFigure | None:
     """A panel for each scale of the trainings whose gate was looked at."""
     groups: dict[str, dict[str, list[Training]]] = {}
     for training in sorted(runs.trainings, key=lambda each: subject_order(each.model.subject)):
@@ -514,7 +526,7 @@ def _gate_figure(runs: Runs) -> ReportFigure | None:
         for number, (scale, arms) in enumerate(groups.items()):
             axes = figure.add_subplot(len(groups), 1, number + 1)
             curves = {arm: [training.gates for training in trainings] for arm, trainings in arms.items()}
-            draw_gates(axes, curves, arm_styles(list(curves)), lambda arm: _clipped(arm.replace(", ", ",\n", 1), 70))
+            draw_gates(axes, curves, styles, lambda arm: _clipped(arm.replace(", ", ",\n", 1), 70))
             axes.set_title(scale)
 
     caption = "The mean of λ over layers, heads and tokens, one line a model. Bands span the seeds."

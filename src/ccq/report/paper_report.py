@@ -39,7 +39,8 @@ PAIRED = (
     "95 % interval; it covers which questions were drawn, for the trainings that were made, and nothing about others. "
     "In brackets the number of samples. Where models were not asked the same there is none.",
     "A difference counts as better or worse where zero is outside of both intervals, or of the one there is; with one "
-    "seed that is the one over samples.",
+    "seed that is the one over samples. Where several seeds have equal differences there is none over seeds, and "
+    "nothing is called.",
     "The paper's differences are computed from its tables: single runs without intervals.",
     "No correction is made for the number of comparisons: of twenty intervals one misses by chance.",
 )
@@ -115,7 +116,7 @@ def report_findings(runs: Runs, differences: Sequence[PairedDifference]) -> list
             f"{counts['level']} not beyond",
         ]
         if counts["unknown"]:
-            parts.append(f"{counts['unknown']} without an interval")
+            parts.append(f"{counts['unknown']} not called for want of an interval")
         kind = (
             "better"
             if counts["better"] > counts["worse"]

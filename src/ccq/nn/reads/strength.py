@@ -15,3 +15,6 @@ class StrengthRead(CurvatureConditionedQuery):
 
     def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: Normalized = False) -> Tensor | float:
         return self.head_dim * super().gate_values(q, presplit_query, normalized=normalized)
+
+    def configured_gate(self, observed: float) -> float:
+        return observed / self.head_dim
