@@ -1,4 +1,5 @@
-"""flash-linear-attention's kernels of the short convolution and of unit vectors, in the configurations users get.
+"""The kernels of what surrounds the read step and the write rule, this library's and flash-linear-attention's, as users
+get them.
 
 Exact values are those of the composition in float64 on a CPU, which tests/nn and tests/ops hold against loops. An error
 may be at most twice that of the composition in the dtype, on a CPU.
@@ -69,10 +70,21 @@ def convolve(
 
 @pytest.mark.parametrize("tokens", [1, 3, 63, 65, 1000])
 @pytest.mark.parametrize("case", ["state", "no state", "bias", "packed", "padded"])
-@by_dtype
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_short_convolution(dtype: torch.dtype, case: str, tokens: int) -> None:
-    for width, channels in ((4, 96), (2, 50)):
+    for width, channels in ((4, 96), (2, 50), (8, 300)):
         check(lambda device, kind, w=width, c=channels: convolve(case, w, c, tokens, device, kind), dtype)
+
+
+@pytest.mark.parametrize("case", ["state", "no state", "bias", "packed"])
+@by_dtype
+def test_short_convolution_in_long_parts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, case: str) -> None:
+    """As in training, where there is enough to do for programs that walk over 128 tokens."""
+    from ccq.ops.short_convolution import kernels
+
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(kernels, name, getattr(kernels, name)._replace(programs=1))
+    check(lambda device, kind: convolve(case, 4, 1536, 300, device, kind), dtype)
 
 
 def test_float32_weights_under_autocast() -> None:

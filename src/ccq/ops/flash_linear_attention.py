@@ -308,7 +308,6 @@ def redirect_autotuners() -> None:
         # The package warns of optional packages for layers that are not used here.
         warnings.simplefilter("ignore", ImportWarning)
         import fla.modules.activations.ops
-        import fla.modules.causal_conv1d.ops
         import fla.modules.norm.fused_norm_gate
         import fla.modules.norm.l2norm
         import fla.ops.common.fused_recurrent
