@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -21,19 +22,22 @@ import torch
 import yaml
 from rich.console import Console
 
+from ccq.analysis.gate import measure_reads
 from ccq.cli import main
-from ccq.compare.cell import PUT_IN, TaskSteps, fixed_gate, put_in, read_cell, run_cell
+from ccq.compare.cell import TaskSteps, put_in, read_cell, run_cell
 from ccq.compare.folder import GridFolder, what_is_learned
 from ccq.compare.grid import Cell, GridSettings, SyntheticTask, load_grid
 from ccq.compare.pool import Teller, default_runs_per_device, devices_for
-from ccq.compare.run_grid import compare_grid
+from ccq.compare.run_grid import _Contrast, _difference, _Model, compare_grid
 from ccq.data.loader import IGNORE_INDEX
 from ccq.data.needles import evaluation_windows
 from ccq.evals.recall import EVALUATION_SEED
 from ccq.evals.results import GridDifference, GridResults, read_results
 from ccq.models import CCQForCausalLM, preset
+from ccq.models.configuration import BACKBONES
 from ccq.models.modeling import load_model
 from ccq.models.training_record import read_training_record
+from ccq.nn.reads import READS
 
 TEXT = "def area(width, height):\n    '''The area of a rectangle, in square metres.'''\n    return width * height\n"
 RECALL: dict[str, Any] = {
@@ -42,7 +46,7 @@ RECALL: dict[str, Any] = {
     "pairs": 3,
     "queries": 2,
     "keys": 4,
-    "values": 2,
+    "values": 4,
     "prompts": 30,
     "stages": [{"batch_size": 4, "steps": 3, "pairs": 1, "queries": 1}, {"batch_size": 8, "steps": 5}],
     "evaluate": [{"pairs": 2}, {"pairs": 4, "length": 16}],
@@ -106,7 +110,7 @@ def test_every_cell_has_its_figures(finished: Finished) -> None:
     for result in results["runs"]:
         readings = [reading["reading"] for reading in result["readings"]]
         has_read = result["arm"] == "gla+ccq"
-        assert readings == (["off", "scale=0.5", "gate=mean", PUT_IN] if has_read else [])
+        assert readings == (["off", "scale=0.5", "gate=mean", "put into gla"] if has_read else [])
         assert (result["gate"] is None) != has_read
         # One layer, two heads: a weight a channel and a bias each.
         assert result["read_parameters"] == (2 * 64 + 2 if has_read else 0)
@@ -205,18 +209,56 @@ def test_text_is_scored_window_by_window(finished: Finished) -> None:
     assert found["length 256", "loss"] == pytest.approx(losses, rel=1e-5)
 
 
-def test_the_read_step_put_in_is_the_backbone_when_it_is_off() -> None:
-    for name in ("gla", "gated-deltanet"):
-        torch.manual_seed(0)
-        backbone = CCQForCausalLM(preset(f"{name}-tiny", vocab_size=20)).eval()
-        model = put_in(backbone, preset(f"{name}+ccq-tiny", vocab_size=20), 0.7)
-        tokens = torch.randint(20, (2, 40))
-        with torch.no_grad():
-            on = model(tokens).logits
-            model.set_read("off")
-            off, expected = model(tokens).logits, backbone(tokens).logits
-        torch.testing.assert_close(off, expected, rtol=1e-4, atol=1e-5)
-        assert (on - expected).abs().max() > 1e-3
+ALONE = ("none", "normalize", "mesa", "comba", "query-weighted")
+"""The read steps that no other model can be given with one fixed lambda."""
+
+
+@pytest.mark.parametrize("backbone", [backbone for backbone in BACKBONES if backbone != "transformer"])
+def test_every_read_step_with_a_gate_alone_has_the_two_by_two(backbone: str) -> None:
+    arms = [backbone, *(f"{backbone}+{read}" for read in READS)]
+    settings = GridSettings.from_dict({**SMALL, "model": {}, "arms": arms, "interventions": "off"})
+    assert [arm for arm in arms if settings.put_into(arm) is None] == [backbone, *(f"{backbone}+{x}" for x in ALONE)]
+    for arm in arms[1:]:
+        assert (settings.why_not_put_in(arm) == "") == (settings.put_into(arm) is not None)
+    # With unit queries where the arm has been trained with such and the backbone has not.
+    raw = backbone.startswith("gla")
+    assert {settings.put_into(arm) for arm in arms} == {None, f"{backbone}+normalize" if raw else backbone}
+
+
+@pytest.mark.parametrize("read", [read for read in READS if read not in ALONE])
+@pytest.mark.parametrize(
+    ("backbone", "base"),
+    [("gla", "gla"), ("gla", "gla+normalize"), ("gated-deltanet", "gated-deltanet"), ("mamba2", "mamba2")],
+)
+@torch.no_grad()
+def test_what_is_put_in_is_seen_at_the_mean_lambda_of_its_arm(backbone: str, base: str, read: str) -> None:
+    torch.manual_seed(0)
+    plain = CCQForCausalLM(preset(f"{base}-tiny", vocab_size=20)).eval()
+    trained = CCQForCausalLM(preset(f"{backbone}+{read}-tiny", vocab_size=20)).eval()
+    for step in trained.read_steps():
+        for parameter in step.parameters():
+            parameter.normal_(0.0, 0.5)
+    tokens = torch.randint(20, (2, 40))
+    measured = measure_reads(trained, tokens)
+    assert measured is not None
+    model = put_in(plain, trained.config, measured.gate["mean"])
+    seen = measure_reads(model, tokens)
+    assert seen is not None
+    for layer in seen.gate["by_layer_and_head"]:
+        assert layer == pytest.approx([measured.gate["mean"]] * len(layer), rel=1e-5)
+    on = model(tokens).logits
+    model.set_read("off")
+    expected = plain(tokens).logits
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    assert (on - expected).abs().max() > 1e-4
+
+
+def test_what_has_weights_of_its_own_cannot_be_put_in() -> None:
+    plain = CCQForCausalLM(preset("gla-tiny", vocab_size=20))
+    with pytest.raises(ValueError, match=r"'query-weighted' cannot be put into arm 'gla': missing .*landmarks"):
+        put_in(plain, preset("gla+query-weighted-tiny", vocab_size=20), 0.1)
+    with pytest.raises(ValueError, match=r"cannot be put into arm 'gla\+ccq': unexpected .*gate_weight"):
+        put_in(CCQForCausalLM(preset("gla+ccq-tiny", vocab_size=20)), preset("gla+ccq-tiny", vocab_size=20), 0.1)
 
 
 def test_the_read_step_is_put_in_at_the_mean_lambda_of_its_arm(finished: Finished) -> None:
@@ -224,15 +266,95 @@ def test_the_read_step_is_put_in_at_the_mean_lambda_of_its_arm(finished: Finishe
     cell = Cell("pairs", "gla+ccq", 1)
     trained = load_model(folder.cell(cell) / "model")
     given = next(run for run in results["runs"] if (run["task"], run["arm"], run["seed"]) == cell)
-    model = CCQForCausalLM(fixed_gate(trained.config, given["gate"])).eval()
+    config = copy.copy(trained.config)
+    config.gate, config.keep_length = given["gate"], True
+    model = CCQForCausalLM(config).eval()
     model.load_state_dict(load_model(folder.cell(cell._replace(arm="gla")) / "model").state_dict())
     task = settings.task("pairs")
     assert isinstance(task, SyntheticTask)
     setting = task.settings[1]
-    found = scores_of(folder, cell, PUT_IN)[setting.name, "accuracy"]
+    found = scores_of(folder, cell, "put into gla")[setting.name, "accuracy"]
     np.testing.assert_array_equal(found, shares_by_hand(model, setting.task, task.prompts))
-    (reading,) = [reading for reading in given["readings"] if reading["reading"] == PUT_IN]
+    (reading,) = [reading for reading in given["readings"] if reading["reading"] == "put into gla"]
     assert reading["gate"] == given["gate"]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Read steps of every kind: what counts tokens and what does not, has buffers, parameters, or no correction."""
+    arms = ["gla", "gla+normalize", "gla+ccq-strength", "gla+random", "gla+ccq-decay", "gla+query-weighted"]
+    settings = grid(arms=arms, seeds=1, interventions=["gate=shuffled", "gate=mean"])
+    folder = GridFolder(tmp_path_factory.mktemp("several") / "run")
+    return folder, settings, run(folder.path, settings)
+
+
+def test_readings_that_an_arm_does_not_have_are_left_out(several: Finished) -> None:
+    _, settings, results = several
+    every = ["off", "gate=shuffled,seed=0", "gate=mean", "put into gla+normalize"]
+    expected = {
+        "gla": [],
+        "gla+normalize": [],
+        "gla+ccq-strength": every,
+        "gla+random": every,
+        "gla+ccq-decay": ["off", "gate=mean", "put into gla+normalize"],
+        "gla+query-weighted": ["off", "gate=mean"],
+    }
+    assert {each["arm"]: [r["reading"] for r in each["readings"]] for each in results["runs"]} == expected
+    assert {arm: settings.readings(arm) for arm in settings.arms} == expected
+    assert "does not count its tokens" in settings.refused("gla+ccq-decay")["gate=shuffled,seed=0"]
+    assert "has no correction that 'off' could change" in settings.refused("gla+normalize")["off"]
+
+
+def test_the_effect_of_training_is_held_against_unit_queries_where_the_grid_has_them(several: Finished) -> None:
+    folder, _, results = several
+    kinds = {each["kind"] for each in results["differences"]}
+    assert kinds == {"arm", "control", "training", "reading", "interaction"}
+    pairs = {
+        (each["kind"], each["first"], each["second"]): each["by_seed"][0]
+        for each in results["differences"]
+        if each["arm"] == "gla+random" and each["setting"] == "pairs 2" and each["kind"] != "reading"
+    }
+
+    def mean(arm: str, reading: str = "on") -> float:
+        return float(scores_of(folder, Cell("pairs", arm, 0), reading)["pairs 2", "accuracy"].mean())
+
+    on, off = mean("gla+random"), mean("gla+random", "off")
+    unit, put = mean("gla+normalize"), mean("gla+random", "put into gla+normalize")
+    assert pairs == pytest.approx(
+        {
+            ("arm", "gla+random", "gla"): on - mean("gla"),
+            ("control", "gla+random", "gla+normalize"): on - unit,
+            ("training", "gla+random, off", "gla+normalize"): off - unit,
+            ("training", "gla+random, on", "gla+normalize, random put in"): on - put,
+            ("interaction", "gla+random: on − off", "gla+normalize: random put in − as trained"): (on - off)
+            - (put - unit),
+        }
+    )
+    # The arm without the 2 x 2 is held against both all the same.
+    own = {(each["kind"], each["second"]) for each in results["differences"] if each["arm"] == "gla+query-weighted"}
+    assert {("arm", "gla"), ("control", "gla+normalize")} <= own
+
+
+def test_readings_of_other_models_are_made_anew(several: Finished) -> None:
+    """As a file has them in which the read step was put into another model."""
+    folder, settings, results = several
+    stale = json.loads(folder.results.read_bytes())
+    for each in stale["runs"]:
+        for reading in each["readings"]:
+            reading["reading"] = reading["reading"].replace("put into gla+normalize", "put into gla")
+    folder.results.write_text(json.dumps(stale))
+    again = run(folder.path, settings)
+    assert {**again, "created": ""} == {**results, "created": ""}
+
+
+def test_seeds_that_agree_have_no_interval_whatever_the_rounding() -> None:
+    """Thirds in another order: their sums differ in the last digit, which is no spread."""
+    model = _Model("gla+ccq", "on"), _Model("gla", "on")
+    contrast = _Contrast("arm", "gla+ccq", "gla+ccq", "gla", (model[0],), (model[1],))
+    rows = np.array([[1 / 3, 1, 2 / 3, 0.1, 0.7], [0.7, 2 / 3, 0.1, 1, 1 / 3]])
+    assert len({row.mean() for row in rows}) == 2
+    found = _difference(contrast, "pairs", "pairs 2", "accuracy", [rows], [np.zeros((2, 5))])
+    assert found["over_seeds"] is None and found["over_prompts"] is not None
 
 
 def test_differences_are_paired_by_seed_and_by_prompt(finished: Finished) -> None:
@@ -251,17 +373,17 @@ def test_differences_are_paired_by_seed_and_by_prompt(finished: Finished) -> Non
         return found
 
     key = ("length 64", "loss")
-    plain, put = corner("gla", "on", key), corner("gla+ccq", PUT_IN, key)
+    plain, put = corner("gla", "on", key), corner("gla+ccq", "put into gla", key)
     off, on = corner("gla+ccq", "off", key), corner("gla+ccq", "on", key)
     half = corner("gla+ccq", "scale=0.5", key)
     expected = {
         ("arm", "gla+ccq", "gla"): on - plain,
-        ("training", "gla+ccq, off", "gla"): off - plain,
-        ("training", "gla+ccq, on", "gla, read put in"): on - put,
+        ("training and normalisation", "gla+ccq, off", "gla"): off - plain,
+        ("training and normalisation", "gla+ccq, on", "gla, ccq put in"): on - put,
         ("reading", "gla+ccq, on", "gla+ccq, off"): on - off,
-        ("reading", "gla, read put in", "gla"): put - plain,
+        ("reading", "gla, ccq put in", "gla"): put - plain,
         ("reading", "gla+ccq, scale=0.5", "gla+ccq, on"): half - on,
-        ("interaction", "gla+ccq: on − off", "gla: put in − as trained"): (on - off) - (put - plain),
+        ("interaction", "gla+ccq: on − off", "gla: ccq put in − as trained"): (on - off) - (put - plain),
     }
     for names, values in expected.items():
         found = difference(*names, key)
@@ -270,6 +392,15 @@ def test_differences_are_paired_by_seed_and_by_prompt(finished: Finished) -> Non
         for name, sample in (("over_seeds", values.mean(1)), ("over_prompts", values.mean(0))):
             interval = scipy.stats.ttest_1samp(sample, 0).confidence_interval(0.95)
             assert found[name] == pytest.approx(list(interval)), name  # type: ignore[literal-required]
+    # Of answers a sample is added, spread over what four models can do: of mean 0 and mean square 1.
+    key = ("length 64", "accuracy")
+    corners = [corner("gla+ccq", "on", key), corner("gla+ccq", "off", key)]
+    corners += [corner("gla+ccq", "put into gla", key), corner("gla", "on", key)]
+    sample = (corners[0] - corners[1] - corners[2] + corners[3]).mean(0)
+    centre, square = sample.sum() / 21, ((sample**2).sum() + 1) / 21
+    half = 1.959964 * math.sqrt((square - centre**2) / 21)
+    found = difference("interaction", "gla+ccq: on − off", "gla: ccq put in − as trained", key)
+    assert found["over_prompts"] == pytest.approx([centre - half, centre + half], rel=1e-5)
 
 
 def test_a_finished_grid_is_only_reported(finished: Finished) -> None:
@@ -287,7 +418,7 @@ def test_other_interventions_train_nothing_again(finished: Finished) -> None:
     changed = run(folder.path, settings.with_interventions(["scale=0"]))
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("result.json")} == stamps
     readings = {r["reading"]: r for r in changed["runs"][1]["readings"]}
-    assert set(readings) == {"off", "scale=0", PUT_IN}
+    assert set(readings) == {"off", "scale=0", "put into gla"}
     # A correction of size zero reads as one that is off.
     assert [s["mean"] for s in readings["scale=0"]["scores"]] == [s["mean"] for s in readings["off"]["scores"]]
     again = run(folder.path, settings)
@@ -389,13 +520,60 @@ def test_a_grid_survives_its_file(tmp_path: Path) -> None:
         ({"tasks": {"text": {"preset": "tinny"}}}, "unknown preset 'tinny'"),
         ({"interventions": ["of"]}, "interventions: 'of' is no read intervention"),
         ({"interventions": ["layers=7"]}, "interventions: no arm can be read with 'layers=7'"),
-        ({"interventions": "off"}, "interventions must be a list, got 'off'"),
+        ({"interventions": "of"}, "interventions: 'of' is no read intervention"),
+        ({"interventions": 2}, "interventions must be a word or a list of words, such as off.*; got 2"),
+        ({"interventions": ["layers=0", 1]}, r'such as off, .* in quotes, "layers=0,1"; got 1'),
+        ({"interventions": {"scale": 2}}, r"interventions must be a word or a list of words.*got \{'scale': 2\}"),
+        ({"model": {"scale": "huge"}}, "model.scale: unknown scale 'huge'; accepted: tiny, 30m, 60m, 500m, 1.3b"),
+        ({"model": {"scale": "30"}}, r"model.scale: unknown scale '30' \(did you mean '30m'\?\); accepted: tiny"),
+        *(
+            ({name: False}, f"{name} must be a section of keys and values, got False")
+            for name in ("model", "optimizer", "system")
+        ),
+        ({"tasks": False}, "tasks must be names with their options, or a list of names, got False"),
+        ({"arms": [False]}, "arms must be a text, got False"),
+        ({"preset": False}, "preset must be a text, got False"),
+        *(
+            (changes, f"{where} has the key (True|1), but keys are words. YAML takes on, off")
+            for where, changes in {
+                "the file": {True: 1},
+                "model": {"model": {True: 1}},
+                "optimizer": {"optimizer": {1: 1}},
+                "system": {"system": {True: 1}},
+                "tasks": {"tasks": {True: RECALL}},
+                "tasks.mine": {"tasks": {"mine": {**RECALL, True: 1}}},
+                r"tasks.mine.stages\[0\]": {
+                    "tasks": {"mine": {**RECALL, "stages": [{True: 1, "batch_size": 1, "steps": 1}]}}
+                },
+                r"tasks.mine.evaluate\[0\]": {"tasks": {"mine": {**RECALL, "evaluate": [{True: 1}]}}},
+            }.items()
+        ),
         ({"arms": ["gla"], "interventions": [False]}, "interventions: no arm can be read with 'off'"),
     ],
 )
 def test_what_a_grid_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grid(**changes)
+        GridSettings.from_dict({**SMALL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", ("off",)),
+        ("no", ("off",)),
+        ("scale=2", ("off", "scale=2")),
+        ("[off, scale=2]", ("off", "scale=2")),
+        ("['layers=0,1', on]", ("off", "layers=0-1")),
+        ("layers=0,1", ("off", "layers=0-1")),
+        ("", ()),
+        ("[]", ()),
+    ],
+)
+def test_a_file_names_one_intervention_or_several(text: str, expected: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    settings = {**SMALL, "model": {"scale": "tiny"}}
+    file.write_text(yaml.safe_dump(settings, sort_keys=False) + f"interventions: {text}\n")
+    assert load_grid(file).interventions == expected
 
 
 def test_files_that_are_no_grid_are_named(tmp_path: Path) -> None:
@@ -415,6 +593,25 @@ def test_a_dry_run_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
         ["pairs", arm, str(seed), "8", "624"] for seed in (0, 1) for arm in ("gla", "gla+ccq")
     ]
     assert lines[-1] == "4 runs"
+    arms = ["gla", "gla+ccq", "gla+ccq-decay", "gla+mesa", "mamba2+ccq"]
+    changes = {"arms": arms, "interventions": ["gate=shuffled", "scale=0.5"]}
+    file.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+    assert main(["compare", str(file), "--out", str(tmp_path / "run"), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("10 runs")
+    # Two seeds of one task: 4 + 3 + 2 + 3 ways of reading.
+    assert lines[first + 1] == "24 readings, with every seed and task:"
+    assert lines[first + 2 :] == [
+        "gla+ccq: off; gate=shuffled,seed=0; scale=0.5; put into gla",
+        "gla+ccq-decay: off; scale=0.5; put into gla",
+        "  gate=shuffled,seed=0: the state of read step 'ccq-decay' does not count its tokens, by whose positions "
+        "values are shuffled; accepted: on, off, scale=X, layers=..., heads=..., gate=mean",
+        "gla+mesa: off; scale=0.5",
+        "  gate=shuffled,seed=0: read step 'mesa' has no gate; accepted: on, off, scale=X, layers=..., heads=...",
+        "  no 2 x 2: read step 'mesa' has no gate whose lambda could be fixed",
+        "mamba2+ccq: off; gate=shuffled,seed=0; scale=0.5",
+        "  no 2 x 2: its backbone 'mamba2' is not among the arms",
+    ]
     assert main(["compare", "--out", str(tmp_path / "run"), "--arms", "gla", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 runs"
     assert not (tmp_path / "run").exists()

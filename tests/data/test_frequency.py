@@ -15,6 +15,15 @@ from ccq.data.frequency import ASK, CommonWords, FrequentWords
 from ccq.data.loader import IGNORE_INDEX
 
 
+def share_of_places(text: list[int], answers: list[int]) -> float:
+    """How often a drawn place holds the answer, among those that hold no earlier answer: on average over answers."""
+    shares = []
+    for number, answer in enumerate(answers):
+        left = [word for word in text if word not in answers[:number]]
+        shares.append(sum(word == answer for word in left) / len(left))
+    return sum(shares) / len(shares)
+
+
 @given(
     words=st.integers(2, 7),
     top=st.integers(1, 3),
@@ -40,6 +49,7 @@ def test_counting_finds_the_most_frequent_words(words: int, top: int, steepness:
         shares = [rank**-steepness for rank in range(1, words + 1)]
         for (_, count), share in zip(counts.most_common(), shares, strict=True):
             assert abs(count - len(text) * share / sum(shares)) < 1
+        assert task.chance == pytest.approx(share_of_places(text, expected))
 
 
 @given(
@@ -63,7 +73,7 @@ def test_counting_finds_the_common_words(common: int, often: int, seldom: int, r
         assert sorted(counts.values())[:-common].count(seldom) >= len(counts) - common - 1
         assert max(count for word, count in counts.items() if word not in expected) <= seldom
         assert targets == [IGNORE_INDEX] * len(text) + expected
-        assert task.chance == pytest.approx(1 / len(counts))
+        assert task.chance == pytest.approx(share_of_places(text, expected))
 
 
 @pytest.mark.parametrize("task", [FrequentWords(5, 3, 1, 1.0, vocabulary=3), CommonWords(5, 1, 2, 1, vocabulary=3)])

@@ -11,6 +11,7 @@ import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.keyless import check_chance
 
 from ccq.data.loader import IGNORE_INDEX
 from ccq.data.recall import BLANK, AssociativeRecall
@@ -21,23 +22,23 @@ from ccq.data.recall import BLANK, AssociativeRecall
     queries=st.integers(1, 8),
     spare=st.integers(0, 30),
     more_keys=st.integers(0, 20),
-    values=st.integers(1, 30),
+    more_values=st.integers(0, 20),
     power=st.sampled_from([0.01, 0.5, 1.0]),
     fillers=st.sampled_from([0, 1, 7]),
     seed=st.integers(0, 2**64 - 1),
 )
 def test_a_dictionary_answers_every_question(
-    pairs: int, queries: int, spare: int, more_keys: int, values: int, power: float, fillers: int, seed: int
+    pairs: int, queries: int, spare: int, more_keys: int, more_values: int, power: float, fillers: int, seed: int
 ) -> None:
     queries = min(queries, pairs)
-    keys = pairs + more_keys
+    keys, values = pairs + more_keys, pairs + more_values
     task = AssociativeRecall(2 * pairs + queries + spare, pairs, queries, keys, values, power, fillers)
     batch = task.batch(seed=seed, step=3, batch_size=5)
     assert batch.inputs.shape == batch.targets.shape == (5, task.length)
     assert batch.target_tokens == 5 * queries
     for tokens, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
         stated = dict(zip(tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2], strict=True))
-        assert len(stated) == pairs
+        assert len(stated) == len(set(stated.values())) == pairs
         assert all(1 <= key <= keys for key in stated)
         assert all(keys < value <= keys + values for value in stated.values())
         assert targets[: 2 * pairs] == [IGNORE_INDEX] * (2 * pairs)
@@ -79,7 +80,7 @@ def test_keys_values_and_asked_pairs_are_uniform() -> None:
     assert len(orders) == 5 * 4 * 3
     assert scipy.stats.chisquare(list(orders.values())).pvalue > 1e-3
     values = Counter(map(tuple, batch.inputs[:, 1:6:2].tolist()))
-    assert len(values) == 4**3
+    assert len(values) == 4 * 3 * 2
     assert scipy.stats.chisquare(list(values.values())).pvalue > 1e-3
     places = [tuple(row[:6:2].index(key) for key in row[6:] if key != BLANK) for row in batch.inputs.tolist()]
     asked = Counter(places)
@@ -87,12 +88,18 @@ def test_keys_values_and_asked_pairs_are_uniform() -> None:
     assert scipy.stats.chisquare(list(asked.values())).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("task", [AssociativeRecall(30, 6, 3, 8, 8), AssociativeRecall(30, 8, 8, 8, 8)])
+def test_who_ignores_keys_is_right_as_often_as_chance_says(task: AssociativeRecall) -> None:
+    check_chance(task)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"queries": 5}, "no more queries than pairs"),
-        ({"values": 0}, "at least 1 pair, query and value"),
+        ({"queries": 0}, "at least 1 pair and query"),
         ({"keys": 3}, "4 pairs need as many different keys, got 3"),
+        ({"values": 3}, "4 pairs need as many different values, got 3"),
         ({"length": 9}, "length 9 is too short for 4 pairs and 2 queries; give at least 10"),
         ({"power": 0.0}, "power is 0.0; give a number above 0"),
     ],

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.keyless import check_chance
 
 from ccq.data.loader import IGNORE_INDEX
 from ccq.data.statements import ASK, STATE, HiddenStatements
@@ -43,21 +43,24 @@ def answers_by_reading(task: HiddenStatements, tokens: list[int]) -> dict[int, i
 
 @st.composite
 def tasks(draw: st.DrawFn) -> HiddenStatements:
-    needles = draw(st.integers(1, 5))
-    queries = draw(st.integers(1, needles))
-    statements, differ = draw(st.integers(1, 3)), draw(st.booleans())
+    statements = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3, unique=True)))
+    needles = len(statements) * draw(st.integers(1, 5 // len(statements)))
+    asked = draw(st.sampled_from([None, *statements]))
+    queries = draw(st.integers(1, needles if asked is None else needles // len(statements)))
+    differ = draw(st.booleans()) and len(statements) == 1
     value_tokens, fillers = draw(st.integers(1, 3)), draw(st.integers(0, 25))
-    stated = queries * statements + needles - queries
-    answer = value_tokens * (statements if differ else 1)
+    stated = sum(statements) * needles // len(statements)
+    answer = value_tokens * (statements[0] if differ else 1)
     return HiddenStatements(
         length=stated * (2 + value_tokens) + queries * (2 + answer) + fillers - 1,
         needles=needles,
         queries=queries,
         statements=statements,
+        asked_statements=asked,
         values_differ=differ,
         value_tokens=value_tokens,
         keys=needles + draw(st.integers(0, 5)),
-        values=draw(st.integers(1, 9)),
+        values=(stated if differ else needles) + draw(st.integers(0, 5)),
         fillers=draw(st.integers(1, 9)),
     )
 
@@ -83,7 +86,10 @@ def test_rows_are_made_of_what_the_definition_says(task: HiddenStatements, seed:
         assert len(asked) == len(set(asked)) == task.queries
         assert len(stated) == task.needles
         assert all(first_key <= key < first_value for key in stated)
-        assert all(stated[key] == (task.statements if key in asked else 1) for key in stated)
+        assert Counter(stated.values()) == dict.fromkeys(task.statements, task.needles // len(task.statements))
+        assert all(stated[key] == task.asked_statements for key in asked if task.asked_statements is not None)
+        values = {tokens[place + 2] for place, token in enumerate(tokens) if token == STATE}
+        assert len(values) == (sum(stated.values()) if task.values_differ else task.needles)
         fillers = sum(token >= first_filler for token in tokens)
         others = sum(stated.values()) * (2 + task.value_tokens) + task.queries * 2 + task.answers
         assert fillers + others - 1 == task.length
@@ -92,28 +98,61 @@ def test_rows_are_made_of_what_the_definition_says(task: HiddenStatements, seed:
 
 
 @pytest.mark.parametrize("depth", [(0.0, 0.2), (0.5, 0.75), (0.8, 1.0)])
-def test_asked_statements_stand_where_they_shall(depth: tuple[float, float]) -> None:
+def test_statements_stand_where_they_shall(depth: tuple[float, float]) -> None:
     """Counted in slots, of which a whole statement takes one: 3 statements and 17 fillers."""
     task = HiddenStatements(17 + 3 * 3 + 3 - 1, needles=3, fillers=5, keys=9, depth=depth)
-    slots: Counter[int] = Counter()
+    asked_slots: Counter[int] = Counter()
+    other_slots: Counter[int] = Counter()
     for tokens in task.batch(seed=0, step=0, batch_size=4000).inputs.tolist():
         asked = tokens[tokens.index(ASK) + 1]
         starts = [place for place, token in enumerate(tokens) if token == STATE]
-        place = next(place for place in starts if tokens[place + 1] == asked)
-        slots[place - 2 * sum(start < place for start in starts)] += 1
+        for before, place in enumerate(starts):
+            (asked_slots if tokens[place + 1] == asked else other_slots)[place - 2 * before] += 1
     first, last = round(depth[0] * 20), round(depth[1] * 20)
-    assert set(slots) == set(range(first, last))
-    assert scipy.stats.chisquare(list(slots.values())).pvalue > 1e-3
+    for slots in (asked_slots, other_slots):
+        assert set(slots) == set(range(first, last))
+        assert scipy.stats.chisquare(list(slots.values())).pvalue > 1e-3
 
 
-def test_a_drawn_answer_is_right_as_often_as_stated() -> None:
-    task = HiddenStatements(60, needles=4, queries=2, statements=3, values_differ=True, keys=8, values=5, fillers=3)
-    batch = task.batch(seed=1, step=0, batch_size=3000)
-    right = []
-    for tokens, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
-        shown = [tokens[place + 2] for place, token in enumerate(tokens) if token == STATE]
-        right.append(np.mean([shown.count(target) / len(shown) for target in targets if target != IGNORE_INDEX]))
-    assert np.mean(right) == pytest.approx(task.chance, abs=4 * np.std(right) / len(right) ** 0.5)
+def test_keys_are_asked_alike_however_often_they_are_stated() -> None:
+    task = HiddenStatements(40, needles=6, statements=(1, 3), keys=9, fillers=3)
+    often: Counter[int] = Counter()
+    for tokens in task.batch(seed=2, step=0, batch_size=4000).inputs.tolist():
+        key = tokens[tokens.index(ASK) + 1]
+        often[sum(tokens[place : place + 2] == [STATE, key] for place in range(len(tokens)))] += 1
+    assert set(often) == {1, 3}
+    assert scipy.stats.chisquare(list(often.values())).pvalue > 1e-3
+
+
+def test_the_rows_are_the_same_whichever_keys_are_asked() -> None:
+    rows = []
+    for asked in (1, 3):
+        task = HiddenStatements(60, needles=6, statements=(1, 3), asked_statements=asked)
+        rows.append(task.batch(seed=2, step=5, batch_size=50).inputs)
+    assert torch.equal(rows[0][:, :-2], rows[1][:, :-2])
+    assert (rows[0][:, -1] != rows[1][:, -1]).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"queries": 3},
+        {"queries": 4},
+        {"needles": 6, "statements": (1, 3)},
+        {"needles": 6, "statements": (1, 3), "queries": 4},
+        {"needles": 6, "statements": (1, 3), "queries": 2, "asked_statements": 1},
+        {"needles": 6, "statements": (1, 3), "queries": 2, "asked_statements": 3},
+        {"statements": (3,), "values_differ": True},
+        {"statements": (3,), "values_differ": True, "queries": 3},
+        {"statements": (2,), "values_differ": True, "queries": 2, "value_tokens": 2},
+        {"value_tokens": 3, "values": 5},
+        {"depth": (0.0, 0.4)},
+        {"depth": (0.6, 1.0), "queries": 2},
+    ],
+)
+def test_who_ignores_keys_is_right_as_often_as_chance_says(options: dict[str, Any]) -> None:
+    check_chance(HiddenStatements(**{"length": 70, "needles": 4, "values": 12, "fillers": 3, **options}))
 
 
 def test_rows_are_a_function_of_seed_step_and_number() -> None:
@@ -129,11 +168,25 @@ def test_rows_are_a_function_of_seed_step_and_number() -> None:
     ("options", "message"),
     [
         ({"queries": 4}, "got 4 queries and 3 needles"),
+        (
+            {"needles": 4, "statements": (1, 2), "asked_statements": 2, "queries": 3},
+            "got 3 queries and 2 needles that may be asked",
+        ),
         ({"keys": 2}, "3 needles need as many different keys, got 2"),
-        ({"statements": 0}, "statements must be at least 1, got 0"),
+        ({"values": 2}, "a row has 3 different values, got 2"),
+        ({"statements": (2,), "values_differ": True, "values": 5}, "a row has 6 different values, got 5"),
+        ({"statements": (0, 1)}, "statements must be different numbers of at least 1, got 0, 1"),
+        ({"statements": (2, 2)}, "statements must be different numbers of at least 1, got 2, 2"),
+        ({"statements": ()}, "statements must be different numbers of at least 1, got none"),
+        ({"statements": (1, 2)}, "3 needles cannot be divided evenly between statements 1, 2; give a multiple of 2"),
+        ({"asked_statements": 2}, "asked_statements must be one of 1, got 2"),
+        (
+            {"needles": 2, "statements": (1, 2), "values_differ": True},
+            "different lengths; give statements one entry, got 1, 2",
+        ),
         ({"length": 10}, "length 10 is too short for 3 statements and 1 queries; give at least 11"),
         ({"depth": (0.5, 0.2)}, "depth must be two rising shares in 0 ... 1, got 0.5 and 0.2"),
-        ({"depth": (0.5, 0.51)}, "depth 0.5 to 0.51 has 0 places for 1 asked statements"),
+        ({"depth": (0.5, 0.51)}, "depth 0.5 to 0.51 has 0 places for 3 statements"),
     ],
 )
 def test_impossible_tasks_are_refused(options: dict[str, Any], message: str) -> None:

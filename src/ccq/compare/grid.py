@@ -17,10 +17,12 @@ A key that is not known, a value of the wrong kind and a value that cannot work 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,26 +32,30 @@ from ccq.compare.settings import CompareSettings, compare_preset
 from ccq.compare.training import AnyStage, tokens_before
 from ccq.data.recall import RecallTask
 from ccq.data.tasks import TASKS
+from ccq.evals.results import PUT_INTO
 from ccq.models.configuration import CCQConfig, nearest, parse_arm
-from ccq.models.intervention import ReadIntervention
+from ccq.models.intervention import ReadIntervention, check_intervention
 from ccq.models.modeling import CCQForCausalLM
+from ccq.models.presets import SCALES
 from ccq.models.presets import preset as model_preset
+from ccq.nn.reads import READS
 from ccq.train.config import OptimizerRecipe, read_section, read_value, read_yaml, unknown_key
 
 TEXT = "text"
 """The kind of the task with needles in real text, that of a comparison without a grid."""
 OFF = "off"
+NORMALIZE = "normalize"
+"""The read step that is unit queries and nothing else."""
 _OWN_KEYS = ("kind", "prompts", "stages", "evaluate")
 _TASK_NAME = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 
 
-def _stages(*easier: dict[str, Any]) -> list[dict[str, Any]]:
-    """Short rows first, in large batches, where recall appears soonest; at the end the task as it is."""
-    short, middle = easier
+def _stages(short: dict[str, Any], middle: dict[str, Any], **last: Any) -> list[dict[str, Any]]:
+    """Short rows first, in large batches, where recall appears soonest; at the end the task with `last`."""
     return [
         {"batch_size": 64, "steps": 200, "length": 16, **short},
         {"batch_size": 64, "steps": 300, "length": 32, **middle},
-        {"batch_size": 32, "steps": 300},
+        {"batch_size": 32, "steps": 300, **last},
     ]
 
 
@@ -68,9 +74,10 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     "needle": {
         "kind": "statements",
         "length": 64,
+        "needles": 4,
         "keys": 32,
         "values": 32,
-        "stages": _stages({}, {}),
+        "stages": _stages({"needles": 2}, {}),
         "evaluate": [{"length": 64}, {"length": 128}, {"length": 256}],
     },
     "needles": {
@@ -85,14 +92,13 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     },
     "frequent-needle": {
         "kind": "statements",
-        "length": 64,
-        "needles": 6,
-        "queries": 2,
-        "statements": 3,
+        "length": 96,
+        "needles": 9,
+        "statements": (1, 2, 4),
         "keys": 32,
         "values": 32,
-        "stages": _stages({"needles": 2, "queries": 2, "statements": 1}, {"needles": 4, "queries": 2, "statements": 2}),
-        "evaluate": [{"statements": 1}, {"statements": 2}, {"statements": 4}, {"statements": 6}],
+        "stages": _stages({"needles": 2, "statements": (1,)}, {"needles": 3}, queries=3),
+        "evaluate": [{"asked_statements": 1}, {"asked_statements": 2}, {"asked_statements": 4}],
     },
     "frequent-words": {
         "kind": "frequent-words",
@@ -105,11 +111,10 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     "common-words": {
         "kind": "common-words",
         "length": 64,
-        "common": 2,
         "often": 8,
         "seldom": 2,
         "vocabulary": 64,
-        "stages": _stages({"common": 1}, {"common": 1}),
+        "stages": _stages({}, {}),
         "evaluate": [{"seldom": 1}, {"seldom": 2}, {"seldom": 4}, {"length": 96}],
     },
 }
@@ -231,6 +236,10 @@ class GridSettings:
             raise ValueError(f"arms are named more than once: {', '.join(repeated)}")
         if self.seeds < 1:
             raise ValueError(f"seeds must be a whole number of at least 1, got {self.seeds!r}")
+        if self.scale not in SCALES:
+            raise ValueError(
+                f"model.scale: unknown scale {self.scale!r}{nearest(self.scale, SCALES)}; accepted: {', '.join(SCALES)}"
+            )
         for task in self.tasks:
             vocabulary = task.task.vocabulary_size if isinstance(task, SyntheticTask) else task.comparison.vocabulary
             for arm in self.arms:
@@ -243,33 +252,94 @@ class GridSettings:
     def _check_interventions(self) -> None:
         """Ask models of the arms, so that what cannot be done is found before anything is trained."""
         for name in self.interventions:
-            refusals = [self._refusal(arm, name) for arm in self.arms]
-            if all(refusals):
-                raise ValueError(f"interventions: no arm can be read with {name!r}. {refusals[-1]}")
+            if all(name in self.refused(arm) for arm in self.arms):
+                raise ValueError(
+                    f"interventions: no arm can be read with {name!r}. {self.refused(self.arms[-1])[name]}"
+                )
 
-    def _refusal(self, arm: str, intervention: str) -> str:
-        """Why an arm cannot be read so; empty if it can."""
-        with torch.device("meta"):
-            model = CCQForCausalLM(self.model_config(arm, vocab_size=8))
-        asked = ReadIntervention.parse(intervention)
-        learned = all(isinstance(getattr(read, "gate", None), str) for read in model.read_steps())
-        if asked.gate != "own" and not learned:
-            return f"arm {arm!r} has no gate that is learned"
-        try:
-            # The values of its gate are known only when it is trained.
-            model.set_read(dataclasses.replace(asked, gate="own", seed=0, values=None))
-        except ValueError as error:
-            return str(error)
-        return ""
+    @cached_property
+    def _refusals(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for arm in self.arms:
+            with torch.device("meta"):
+                model = CCQForCausalLM(self.model_config(arm, vocab_size=8))
+            reads = model.read_steps()
+            found[arm] = {}
+            for name in self.interventions:
+                try:
+                    check_intervention(model, ReadIntervention.parse(name))
+                except ValueError as error:
+                    found[arm][name] = str(error)
+                    continue
+                if not any(read.has_correction for read in reads):
+                    found[arm][name] = f"arm {arm!r} has no correction that {name!r} could change"
+        return found
+
+    def refused(self, arm: str) -> dict[str, str]:
+        """The interventions that an arm cannot be read with, and why."""
+        return self._refusals[arm]
 
     def readings(self, arm: str) -> list[str]:
-        """The interventions that an arm can be read with."""
-        return [name for name in self.interventions if not self._refusal(arm, name)]
+        """The ways of reading that belong to an arm beside its own: the interventions that it can be read with, and
+        `PUT_INTO` the model that its read step is put into.
+        """
+        names = [name for name in self.interventions if name not in self.refused(arm)]
+        base = self.put_into(arm)
+        return names if base is None else [*names, f"{PUT_INTO}{base}"]
+
+    def put_into(self, arm: str) -> str | None:
+        """The arm whose models are given this one's read step for the 2 x 2 of training and reading: its backbone, or
+        the backbone with unit queries where the arm was trained with such and the grid has that.
+
+        None where there is no 2 x 2: without interventions, without such an arm in the grid, and for a read step that
+        has parameters other than a gate, which a backbone never learned.
+        """
+        return self._bases[arm][0]
+
+    def why_not_put_in(self, arm: str) -> str:
+        """Why an arm with a read step has no 2 x 2; empty if it has."""
+        return self._bases[arm][1]
+
+    @cached_property
+    def _bases(self) -> dict[str, tuple[str | None, str]]:
+        return {arm: self._base(arm) for arm in self.arms}
+
+    def _base(self, arm: str) -> tuple[str | None, str]:
+        backbone, read = parse_arm(arm)
+        if read is None or not self.interventions:
+            return None, "nothing is read otherwise"
+        if "gate" not in READS[read].takes:
+            return None, f"read step {read!r} has no gate whose lambda could be fixed"
+        config = copy.copy(self.model_config(arm, vocab_size=8))
+        config.gate = 0.5
+        with torch.device("meta"):
+            has_own = CCQForCausalLM(config).read_parameter_count > 0
+        if has_own:
+            return None, f"read step {read!r} has parameters other than its gate, which its backbone never learned"
+        base = self.control(arm) or (backbone if backbone in self.arms else None)
+        return base, "" if base is not None else f"its backbone {backbone!r} is not among the arms"
+
+    def control(self, arm: str) -> str | None:
+        """The arm that is this one's backbone with unit queries, where the grid has it and it tells something: where
+        the arm reads unit queries and its backbone raw ones.
+        """
+        backbone, read = parse_arm(arm)
+        control = f"{backbone}+{NORMALIZE}"
+        is_one = control in self.arms and read not in (None, NORMALIZE)
+        return control if is_one and not self.read_alike(arm, backbone) else None
+
+    def read_alike(self, first: str, second: str) -> bool:
+        """Whether both arms read unit queries before any correction, or both raw ones."""
+        return reads_unit_queries(self.model_config(first)) == reads_unit_queries(self.model_config(second))
 
     @property
     def cells(self) -> list[Cell]:
         """All runs in the order in which they start: a task, then seed after seed, so that pairs are complete early."""
         return [Cell(task.name, arm, seed) for task in self.tasks for seed in range(self.seeds) for arm in self.arms]
+
+    def all_readings(self) -> dict[str, list[str]]:
+        """`readings` of every arm with a read step."""
+        return {arm: self.readings(arm) for arm in self.arms if parse_arm(arm)[1] is not None}
 
     def plan(self) -> list[tuple[str, str, int, int, int]]:
         """Task, arm, seed, steps and tokens of every run, in the order in which they start."""
@@ -311,6 +381,7 @@ class GridSettings:
     def from_dict(cls, values: Mapping[str, Any]) -> GridSettings:
         """The grid that a file's content describes."""
         accepted = ("preset", "model", "arms", "seeds", "tasks", "optimizer", "interventions", "system")
+        _check_keys("the file", values)
         for name in values:
             if name not in accepted:
                 raise ValueError(unknown_key(name, accepted))
@@ -330,6 +401,7 @@ class GridSettings:
             tasks = dict.fromkeys(read_value("tasks", tasks, tuple[str, ...]))
         if not isinstance(tasks, Mapping):
             raise ValueError(f"tasks must be names with their options, or a list of names, got {tasks!r}")
+        _check_keys("tasks", tasks)
         return cls(
             scale=read_value("model.scale", model.pop("scale"), str),
             options=model,
@@ -337,7 +409,7 @@ class GridSettings:
             seeds=seeds,
             tasks=tuple(_task(name, content, size) for name, content in tasks.items()),
             optimizer=read_section(OptimizerRecipe, "optimizer", optimizer),
-            interventions=_with_off(read_value("interventions", _words_of_yaml(values), tuple[str, ...])),
+            interventions=_with_off(_words_of_yaml(values.get("interventions"))),
             system=read_section(GridSystem, "system", _section("system", values)),
         )
 
@@ -363,19 +435,45 @@ def _with_off(names: Sequence[str]) -> tuple[str, ...]:
     return (OFF, *(name for name in known if name not in (OFF, "on"))) if names else ()
 
 
-def _words_of_yaml(values: Mapping[str, Any]) -> Any:
-    """The interventions of a file; YAML 1.1 takes the words on and off for true and false."""
-    given = values.get("interventions") or ()
-    if not isinstance(given, (list, tuple)):
-        return given
-    return [{True: "on", False: OFF}[name] if isinstance(name, bool) else name for name in given]
+def _words_of_yaml(given: Any) -> list[str]:
+    """The interventions of a file, one word or a list; YAML 1.1 takes the words on and off for true and false."""
+    if given is None:
+        return []
+    names = given if isinstance(given, (list, tuple)) else [given]
+    words = [{True: "on", False: OFF}[name] if isinstance(name, bool) else name for name in names]
+    for word in words:
+        if not isinstance(word, str):
+            raise ValueError(
+                "interventions must be a word or a list of words, such as off, scale=0.5 or, with its comma in quotes, "
+                f'"layers=0,1"; got {word!r}'
+            )
+    return words
 
 
 def _section(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    content = values.get(name) or {}
+    content = values.get(name)
+    if content is None:
+        return {}
     if not isinstance(content, Mapping):
         raise ValueError(f"{name} must be a section of keys and values, got {content!r}")
+    _check_keys(name, content)
     return dict(content)
+
+
+def _check_keys(where: str, content: Mapping[Any, Any]) -> None:
+    for key in content:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"{where} has the key {key!r}, but keys are words. YAML takes on, off, yes and no for true and false, "
+                "and digits for a number; such a word stands in quotes"
+            )
+
+
+def reads_unit_queries(config: CCQConfig) -> bool:
+    """Whether a model reads its memory with queries of unit length, before any correction."""
+    if config.backbone == "gated-deltanet":
+        return True
+    return config.read == NORMALIZE or (config.read is not None and not config.keep_length)
 
 
 def built_in_task(name: str, size: str) -> dict[str, Any]:
@@ -389,12 +487,13 @@ def built_in_task(name: str, size: str) -> dict[str, Any]:
     return values
 
 
-def _task(name: Any, content: Any, size: str) -> SyntheticTask | TextTask:
+def _task(name: str, content: Any, size: str) -> SyntheticTask | TextTask:
     section = f"tasks.{name}"
-    if not isinstance(name, str) or not _TASK_NAME.fullmatch(name):
+    if not _TASK_NAME.fullmatch(name):
         raise ValueError(f"a task's name is made of small letters and digits, joined by . or -; got {name!r}")
     if content is not None and not isinstance(content, Mapping):
         raise ValueError(f"{section} must be a section of keys and values, got {content!r}")
+    _check_keys(section, content or {})
     values = {**built_in_task(name, size), **(content or {})}
     if "kind" not in values:
         raise ValueError(
@@ -445,6 +544,7 @@ def _synthetic_task(name: str, section: str, kind: str, values: Mapping[str, Any
     given = read_value(f"{section}.stages", values.get("stages", ()), tuple[dict[str, Any], ...])
     for number, stage in enumerate(given):
         where = f"{section}.stages[{number}]"
+        _check_keys(where, stage)
         sizes = {}
         for key in ("batch_size", "steps"):
             sizes[key] = read_value(f"{where}.{key}", stage.pop(key, None), int)
@@ -455,6 +555,7 @@ def _synthetic_task(name: str, section: str, kind: str, values: Mapping[str, Any
         raise ValueError(f"{section}.stages is empty; give at least one {{batch_size: ..., steps: ...}}")
     asked = read_value(f"{section}.evaluate", values.get("evaluate", ({},)), tuple[dict[str, Any], ...])
     for number, changes in enumerate(asked):
+        _check_keys(f"{section}.evaluate[{number}]", changes)
         label = ", ".join(f"{key.replace('_', ' ')} {_words(value)}" for key, value in changes.items())
         evaluations.append(EvaluationSetting(label or "as trained", changed(f"{section}.evaluate[{number}]", changes)))
     labels = [each.name for each in evaluations]

@@ -90,8 +90,8 @@ class FrequentWords:
 
     @property
     def chance(self) -> float:
-        """Of any word of the row."""
-        return 1 / self.words
+        """See `_chance_of_a_place`."""
+        return _chance_of_a_place(self.counts[: self.top].tolist(), self.length - self.top)
 
     def batch(self, *, seed: int, step: int, batch_size: int) -> TokenBatch:
         """See `RecallTask.batch`."""
@@ -156,8 +156,8 @@ class CommonWords:
 
     @property
     def chance(self) -> float:
-        """Of any word of the row."""
-        return 1 / (self.common + self._others)
+        """See `_chance_of_a_place`."""
+        return _chance_of_a_place([self.often] * self.common, self.length - self.common)
 
     def batch(self, *, seed: int, step: int, batch_size: int) -> TokenBatch:
         """See `RecallTask.batch`."""
@@ -182,6 +182,18 @@ class CommonWords:
     @property
     def _others(self) -> int:
         return math.ceil(self._rest / self.seldom)
+
+
+def _chance_of_a_place(counts: list[int], tokens: int) -> float:
+    """How often the word at a drawn place of the row is right, places of words that are answered already left out:
+    what a memory has that keeps some word of the row and does not count.
+
+    Args:
+        counts: how often the words that are asked stand in the row, in the order of the answers.
+        tokens: of the row in front of the question.
+    """
+    left = tokens - np.cumsum([0, *counts[:-1]])
+    return float(np.mean(counts / left))
 
 
 def _asked(text: NDArray[np.int64], answers: NDArray[np.int64]) -> TokenBatch:

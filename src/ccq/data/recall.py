@@ -49,8 +49,8 @@ class RecallTask(Protocol):
 
     @property
     def chance(self) -> float:
-        """How often an answer is right that is drawn evenly from what could be asked: the values or words that the row
-        itself shows.
+        """How often an answer is right, on average over a row's answers, without what the task is about: of the best
+        player who sees the row but cannot tell its keys apart, or, where there are no keys, of one who does not count.
         """
         ...
 
@@ -78,8 +78,7 @@ class AssociativeRecall:
         length: tokens T of a row.
         pairs: stated at the start of a row; more pairs need more memory.
         queries: different keys asked, at most `pairs`.
-        keys, values: how many there are. Keys of a row differ; values may repeat, and guessing is right once in
-            `values` times.
+        keys, values: how many there are. Those of a row differ, so that only the key tells which value is asked.
         power: a question comes g places after the last pair with a chance proportional to g ** (power - 1): 1 spreads
             them evenly, near 0 most of them come early.
         fillers: if above 0, blanks are random ones of so many tokens, which must be ignored; 0 leaves them blank.
@@ -96,13 +95,15 @@ class AssociativeRecall:
     FIXED: ClassVar[tuple[str, ...]] = ("keys", "values", "fillers")
 
     def __post_init__(self) -> None:
-        if min(self.pairs, self.queries, self.values) < 1 or self.queries > self.pairs or self.fillers < 0:
+        if not 1 <= self.queries <= self.pairs or self.fillers < 0:
             raise ValueError(
-                "needed are at least 1 pair, query and value, no more queries than pairs, and no fewer than 0 fillers; "
-                f"got {self.pairs}, {self.queries}, {self.values} and {self.fillers}"
+                "needed are at least 1 pair and query, no more queries than pairs, and no fewer than 0 fillers; got "
+                f"{self.pairs}, {self.queries} and {self.fillers}"
             )
         if self.pairs > self.keys:
             raise ValueError(f"{self.pairs} pairs need as many different keys, got {self.keys}")
+        if self.pairs > self.values:
+            raise ValueError(f"{self.pairs} pairs need as many different values, got {self.values}")
         if self.length < 2 * self.pairs + self.queries:
             raise ValueError(
                 f"length {self.length} is too short for {self.pairs} pairs and {self.queries} queries; give at least "
@@ -123,21 +124,21 @@ class AssociativeRecall:
 
     @property
     def chance(self) -> float:
-        """Of the value of any pair of the row."""
-        return chance_among(self.pairs, self.values)
+        """Of the value of any pair: answers stand in the targets alone, so none is known to be given already."""
+        return 1 / self.pairs
 
     def batch(self, *, seed: int, step: int, batch_size: int) -> TokenBatch:
         """See `RecallTask.batch`."""
         places = self.length - 2 * self.pairs
         for_keys, for_values, for_order, for_places, for_fillers = uniform_rows(
-            (self.keys, self.pairs, self.pairs, places, self.length if self.fillers else 0),
+            (self.keys, self.values, self.pairs, places, self.length if self.fillers else 0),
             seed=seed,
             step=step,
             batch_size=batch_size,
         )
 
         keys = 1 + smallest(for_keys, self.pairs)
-        values = 1 + self.keys + (for_values * self.values).astype(np.int64)
+        values = 1 + self.keys + smallest(for_values, self.pairs)
         asked = smallest(for_order, self.queries)
         # The first of exponential clocks of these rates: weighted draws without replacement (P. Efraimidis and
         # P. Spirakis, Weighted random sampling with a reservoir, 2006).
@@ -168,13 +169,6 @@ def uniform_rows(parts: Sequence[int], *, seed: int, step: int, batch_size: int)
             raise ValueError(f"{name} is {given}; give a number from 0 to 2**64 - 1")
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
     return np.split(generator.random((batch_size, sum(parts))), np.cumsum(parts)[:-1], axis=1)
-
-
-def chance_among(shown: int, values: int) -> float:
-    """How often the value of one of `shown` statements, drawn evenly, is right when each has drawn its own from
-    `values`.
-    """
-    return 1 / shown + (1 - 1 / shown) / values
 
 
 def smallest(numbers: NDArray[np.float64], count: int) -> NDArray[np.int64]:
