@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import time
@@ -147,7 +146,7 @@ def test_what_a_kernel_writes_is_found_out() -> None:
 @pytest.mark.parametrize("rule", flash_linear_attention.RULES)
 def test_arguments_are_those_of_the_operators(rule: str) -> None:
     module = {"gla": gla, "gated_delta_rule": gated_delta_rule}[rule]
-    names = list(inspect.signature(module.forward._init_fn).parameters)[:-2]
+    names = [argument.name for argument in module.forward.overload._schema.arguments][:-2]
     drawn = dict(zip(names, tune.draw(rule, 2, 5, 32, 48, torch.device("cpu")), strict=True))
     assert list(drawn) == ["q", "k", "v", "log_decay", *(["beta"] if rule != "gla" else []), "state"]
     assert drawn["q"].dtype == drawn["v"].dtype == torch.bfloat16 and drawn["log_decay"].dtype == torch.float32

@@ -319,6 +319,7 @@ def _model_section(name: str, figures: dict[str, Any]) -> str:
                     ("+ccq over backbone", "ccq_over_backbone"),
                     ("backbone over flash-linear-attention", "backbone_over_package"),
                 )
+                if row[f"{key}_peak_bytes"] is not None
             ),
         )
     costs = figures.get("read_costs", [])
