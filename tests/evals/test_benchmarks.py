@@ -252,7 +252,8 @@ def test_every_task_reads_its_local_file(folder: Path, tmp_path: Path, name: str
 
 
 def test_limit_data_hash_and_settings(loaded: LoadedModel, folder: Path) -> None:
-    full, cut = run(loaded, folder, "boolq"), run(loaded, folder, "boolq", limit=2)
+    # One row a call: with other rows beside it, a sum may be rounded in another order.
+    full, cut = (run(loaded, folder, "boolq", batch_size=1, limit=limit) for limit in (None, 2))
     assert [record["sample"] for record in cut["records"]] == [0, 1]
     assert cut["records"] == full["records"][:2]
     assert full["data"]["documents"] == 3

@@ -352,6 +352,28 @@ def test_a_model_says_what_was_done_to_it() -> None:
     assert str(model.read_intervention) == "on"
 
 
+def test_a_container_with_a_number_is_no_layer() -> None:
+    def layer(reads: bool) -> torch.nn.Module:
+        return GatedLinearAttention(8, 2, 4, 4, read=CurvatureConditionedQuery(2, 4, gate=0.1) if reads else None)
+
+    def model(*reads: bool) -> torch.nn.Module:
+        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(map(layer, reads))})
+
+    for reads, expected in (((True, True), [0, 1]), ((False, True, True), [1, 2]), ((False, True), [1])):
+        for wrapped in (
+            model(*reads),
+            torch.nn.ModuleList([model(*reads)]),
+            torch.nn.ModuleDict({"7": torch.nn.ModuleDict({"5": model(*reads)})}),
+        ):
+            assert read_layers(wrapped) == expected
+    # Layers of another name: by what tells them apart.
+    blocks = torch.nn.ModuleDict(
+        {"3": torch.nn.ModuleDict({"h": torch.nn.ModuleList(map(layer, (False, True, True)))})}
+    )
+    assert read_layers(blocks) == [1, 2]
+    assert read_layers(torch.nn.Linear(2, 2)) == []
+
+
 @torch.no_grad()
 def test_layers_of_ones_own_are_changed_by_their_numbers() -> None:
     """Read steps in plain modules: in the layers of a list, and in one layer alone, which no number names."""

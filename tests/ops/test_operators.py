@@ -86,6 +86,41 @@ def test_what_has_no_formula_is_not_taken_for_a_constant() -> None:
         found.backward()
 
 
+def test_a_second_derivative_is_refused_whatever_was_saved() -> None:
+    """What the backward pass reads may be an output that has no gradient itself, or stand in a list."""
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    (d_x,) = torch.autograd.grad(scaled_square(x, None, 1.0)[0].sum(), x, create_graph=True)
+    assert torch.equal(d_x, 2 * x) and d_x.requires_grad
+    with pytest.raises(RuntimeError, match="ccq::test_scaled_square has no derivative"):
+        (d_x.square().sum() + 0 * x.sum()).backward()
+    assert not torch.autograd.grad(scaled_square(x, None, 1.0)[0].sum(), x)[0].requires_grad
+
+
+@custom_operator("test_sum_of_squares", schema="(Tensor[] tensors) -> Tensor")
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    return sum((x * x for x in tensors), torch.zeros(3))
+
+
+def test_a_gradient_in_a_list_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert torch.equal(sum_of_squares([x.detach(), x.detach()]), torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="ccq::test_sum_of_squares has no derivative"):
+        (sum_of_squares([x, x]) + 0 * x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own
+def test_derivatives_in_forward_mode_are_refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match="ccq::test_scaled_square has no derivative"):
+        torch.func.jvp(lambda x: scaled_square(x, None, 1.0)[0], (x,), (x,))
+
+
+def test_a_node_of_a_graph_has_the_name_of_its_operator() -> None:
+    x, weight = inputs()
+    node = scaled_square(x, weight, 1.0)[0].grad_fn
+    assert node is not None and node.name() == "ccq_test_scaled_squareBackward"
+
+
 def test_it_keeps_the_promises_of_an_operator() -> None:
     x, weight = inputs()
     library.opcheck(scaled_square.overload, (x, weight, 0.5))

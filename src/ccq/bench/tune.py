@@ -165,6 +165,13 @@ def record(
         d_final = torch.randn_like(final)
         module.backward(*values[:3], *values[4:], *kept, state, torch.randn_like(output), d_final, size**-0.5, None)
         module.token(*(x[:, :1] for x in values), state, size**-0.5)
+        if operation == gla.RULE:
+            # For these the library has kernels of its own; the package's layers, beside which it is measured, run them.
+            from fla.ops.gla.chunk import chunk_gla_bwd_dqk_intra, chunk_gla_fwd_intra_gk
+
+            given = {"q": values[0], "k": values[1], "g": kept[0], "chunk_size": flash_linear_attention.CHUNK}
+            weights = chunk_gla_fwd_intra_gk(**given, scale=size**-0.5)
+            chunk_gla_bwd_dqk_intra(**given, dA=weights)
     return recorder.launches
 
 

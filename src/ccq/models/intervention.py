@@ -32,7 +32,7 @@ ACCEPTED = (
 )
 _LARGEST_NUMBER = 9999
 _KEYS = ("scale", "layers", "heads", "gate", "seed", "values")
-_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 # Where a read step keeps the intervention that was done to its model.
 _DONE = "_intervention"
 
@@ -256,13 +256,18 @@ def read_steps(model: nn.Module) -> list[ReadStep]:
 
 
 def read_layers(model: nn.Module) -> list[int]:
-    """The number of the layer that each of its read steps is in, as the model counts them: the first number in the name
-    of the module. Layers of softmax attention among the others count too. Where a name has no number, the read steps
-    are counted.
+    """The number of the layer that each of its read steps is in, as the model counts them: in the name of the module
+    the number behind "layers", or else the first by which the read steps differ. Layers of softmax attention among the
+    others count too. Where names have no such number, the read steps are counted.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, ReadStep)]
-    numbers = [int(match[1]) for name in names if (match := _LAYER_NUMBER.search(name))]
-    return numbers if len(numbers) == len(names) else [*range(len(names))]
+    behind = [[int(number) for number in _LAYER_NUMBER.findall(name)] for name in names]
+    every = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
+    for numbers in (behind, every):
+        for column in zip(*numbers, strict=False):
+            if len(set(column)) == len(names):
+                return list(column)
+    return [*range(len(names))]
 
 
 def set_read(

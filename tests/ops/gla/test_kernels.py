@@ -159,3 +159,27 @@ def test_the_kernels_compile_and_spill_nothing() -> None:
     for row in found:
         assert row["local"] == 0, row
         assert row["shared"] <= 99 * 1024, row
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e2, 3e4])
+def test_no_token_changes_what_stands_before_it(size: float, dtype: torch.dtype) -> None:
+    """Operands have the range of float16, and tokens of a chunk meet in one tile."""
+    q, k, decays = draw(40, 16, dtype)
+    q, k = 0.01 * q, 0.01 * k
+    summed, places = sums(decays, [slice(0, 40)]), {"chunk": 64, "cu_seqlens": None, "chunk_indices": None}
+    before = kernels.chunk_weights(q, k, summed, 1.0, **places)
+    k[:, 39] = size
+    after = kernels.chunk_weights(q, k, summed, 1.0, **places)
+    assert torch.equal(after[:, :39], before[:, :39])
+
+
+def test_a_gradient_of_one_token_does_not_drown_those_of_others() -> None:
+    q, k, decays = draw(40, 16, torch.bfloat16)
+    summed, places = sums(decays, [slice(0, 40)]), {"chunk": 64, "cu_seqlens": None, "chunk_indices": None}
+    random = torch.Generator().manual_seed(0)
+    gradient = torch.randn(2, 40, 2, 64, generator=random).to(DEVICE)
+    gradient[:, :39] *= 1e-7
+    dq, _ = kernels.chunk_gradients(q, k, summed, gradient, **places)
+    expected, _ = kernels.chunk_gradients(q.float(), k.float(), summed, gradient, **places)
+    assert relative_error(dq[:, :39], expected[:, :39]) <= 1e-3

@@ -1,4 +1,5 @@
-"""flash-linear-attention's kernels for gated linear attention as operators of torch.
+"""Gated linear attention as operators of torch: flash-linear-attention's kernels from chunk to chunk, and those of this
+library inside the chunks.
 
 The package's functions are called below their autograd, so that the operators can be compiled around and captured in
 CUDA graphs. Operators take and return plain tensors, and never None: a gradient that is not wanted is an empty tensor.

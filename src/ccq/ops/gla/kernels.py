@@ -5,7 +5,7 @@ decays summed from the beginning of a chunk, in units of log 2.
 
     a_ij = scale * sum over d of q_id k_jd 2^(G_id - G_jd)              j <= i
     dq_i = sum over j of da_ij k_j 2^(G_i - G_j)
-    dk_j = sum over i of da_ij q_i 2^(G_i - G_j)                        o-products over d
+    dk_j = sum over i of da_ij q_i 2^(G_i - G_j)
 
 A product of matrices needs the decay between i and j as a factor of i times a factor of j, and neither may overflow.
 Let S be the highest bit in which the numbers i and j differ: then there is a token r, a multiple of S, with
@@ -15,8 +15,10 @@ levels, each a masked product, make all pairs but those with themselves. That ho
 log2(C) exponentials a number, where flash-linear-attention's kernels, which go through 16 neighbours one by one,
 take more than thirty: on an H200 those were 2.3 of the 17.2 ms of a layer at 8 x 4096 tokens, these are 1.5.
 
-For half precision the operands of products are float16, whatever the input: its mantissa is that of tf32, and numbers
-are divided by the largest of their tile first. The gradients for float16 input are products of float32 in three parts
+For half precision the operands of products are float16, whatever the input: its mantissa is that of tf32. Its range is
+smaller than that of bfloat16, so rows are divided by their largest number first, which keeps every row of the weights
+and of dq as exact as it is alone. Of dk and inside dq rows meet: what is 2^14 times smaller than the largest of its
+chunk loses digits. The gradients for float16 input are products of float32 in three parts
 ("tf32x3"): that of the decay, which is made of q . dq - k . dk, would see the rounding of the operands. All is float32
 for float32 input. Nothing is added atomically; addresses are 64-bit.
 """
@@ -30,10 +32,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = {"weights": 2, "gradients": 8}
-COLUMNS = {"weights": 32, "gradients": 64}
-"""BD. Measured on an H200 at 8 x 4096 tokens, 6 heads of 256: 436 and 1,021 us; with 4 warps 454 and 1,083, with twice
-the warps 622 and with half of them more than fits into registers.
+WARPS = {"weights": 4, "gradients": 8}
+COLUMNS = {"weights": 64, "gradients": 64}
+"""BD. Measured on an H200 at 8 x 4096 tokens, 6 heads of 256, with one scale for all rows of a chunk: 454 and 1,021 us.
+2 warps and 32 columns took 436 for the weights, but have no registers left for a scale a row; 4 and 32 took 1,104 for
+the gradients.
 """
 
 
@@ -54,8 +57,16 @@ def _chunk(cu_seqlens, chunk_indices, tokens, chunks, C: tl.constexpr, PACKED: t
 
 
 @triton.jit
+def _rows_scaled(x, HALF: tl.constexpr):
+    """Every row of x over its largest number, and these [C]."""
+    largest = tl.max(tl.abs(x), 1)
+    largest = tl.where(largest > 0, largest, 1.0) if HALF else tl.full(largest.shape, 1.0, tl.float32)
+    return x / largest[:, None], largest
+
+
+@triton.jit
 def _scaled(x, HALF: tl.constexpr):
-    """x as an operand, and by what the product is to be multiplied for it."""
+    """x over its largest number, and this."""
     largest = 1.0
     if HALF:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
@@ -105,8 +116,8 @@ def _weights_kernel(
         column = d + tl.arange(0, BD)
         where, fits = row[:, None] * (H * D) + column, (row < left)[:, None] & (column < D)
         b_g = tl.load(g + here + where, mask=fits, other=0.0)
-        b_q, q_scale = _scaled(tl.load(q + here + where, mask=fits, other=0.0).to(tl.float32), HALF)
-        b_k, k_scale = _scaled(tl.load(k + here + where, mask=fits, other=0.0).to(tl.float32), HALF)
+        b_q, q_scale = _rows_scaled(tl.load(q + here + where, mask=fits, other=0.0).to(tl.float32), HALF)
+        b_k, k_scale = _rows_scaled(tl.load(k + here + where, mask=fits, other=0.0).to(tl.float32), HALF)
         b_a = tl.where(differ == 0, tl.sum(b_q * b_k, 1)[:, None], 0.0)
         for level in range(LEVELS):
             b_w = _factors(g + here, b_g, row, column, left, level, H, D)
@@ -115,7 +126,7 @@ def _weights_kernel(
                 b_x, b_y = b_x.to(tl.float16), b_y.to(tl.float16)
             b_p = tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
             b_a = tl.where(causal & (differ >> level == 1), b_p, b_a)
-        acc += b_a * (q_scale * k_scale)
+        acc += b_a * (q_scale[:, None] * k_scale)
     inside = weights + (first * H + h) * C + row[:, None] * (H * C) + row
     tl.store(inside, (acc * scale).to(weights.dtype.element_ty), mask=(row < left)[:, None] & (row >= 0))
 
@@ -148,11 +159,12 @@ def _gradients_kernel(
     differ, causal = row[:, None] ^ row, row[:, None] > row
     inside = d_weights + (first * H + h) * C + row[:, None] * (H * C) + row
     b_a = tl.load(inside, mask=(row[:, None] < left) & (row < left) & (row[:, None] >= row), other=0.0)
-    b_a, a_scale = _scaled(b_a, HALF)
+    b_a, a_scale = _rows_scaled(b_a, HALF)
     here = (first * H + h) * D
     where, fits = row[:, None] * (H * D) + column, (row < left)[:, None] & (column < D)
     b_g = tl.load(g + here + where, mask=fits, other=0.0)
-    b_q, q_scale = _scaled(tl.load(q + here + where, mask=fits, other=0.0).to(tl.float32), HALF)
+    b_q = tl.load(q + here + where, mask=fits, other=0.0).to(tl.float32) * a_scale[:, None]
+    b_q, q_scale = _scaled(b_q, HALF)
     b_k, k_scale = _scaled(tl.load(k + here + where, mask=fits, other=0.0).to(tl.float32), HALF)
     b_s = tl.sum(tl.where(differ == 0, b_a, 0.0), 1)[:, None]
     b_dq, b_dk = b_s * b_k, b_s * b_q
@@ -164,8 +176,8 @@ def _gradients_kernel(
             b_m, b_x, b_y = b_m.to(tl.float16), b_x.to(tl.float16), b_y.to(tl.float16)
         b_dq += b_w * tl.dot(b_m, b_y, input_precision=PRECISION)
         b_dk += b_w * tl.dot(tl.trans(b_m), b_x, input_precision=PRECISION)
-    tl.store(dq + here + where, b_dq * (a_scale * k_scale), mask=fits)
-    tl.store(dk + here + where, b_dk * (a_scale * q_scale), mask=fits)
+    tl.store(dq + here + where, b_dq * (a_scale[:, None] * k_scale), mask=fits)
+    tl.store(dk + here + where, b_dk * q_scale, mask=fits)
 
 
 def _run(
@@ -175,8 +187,8 @@ def _run(
     rows, tokens, heads, size = q.shape
     width = min(COLUMNS[name], max(16, triton.next_power_of_2(size)))
     chunks = triton.cdiv(tokens, chunk)
-    packed = cu_seqlens is not None and chunk_indices is not None
-    programs = len(chunk_indices) if chunk_indices is not None else rows * chunks
+    packed = chunk_indices is not None
+    programs = rows * chunks if chunk_indices is None else len(chunk_indices)
     # A pointer that a kernel does not use must still be one.
     places = (cu_seqlens, chunk_indices) if packed else (q, q)
     kernel[(programs, heads, triton.cdiv(size, width)) if split else (programs, heads)](

@@ -868,10 +868,11 @@ def configuration(dtype: torch.dtype, size: int, device: torch.device) -> Config
         return chosen
     fits = chosen._replace(tile=min(chosen.tile, width), part=min(chosen.part, width))
     if dtype != torch.float32:
-        # States are smaller beside the rows than at 256, so more of them pay, and more loads fit on the chip.
         if width <= 64:
+            # A state is no larger than 64 rows, and chunks of more multiply more.
             fits = fits._replace(chunk=64)
         elif fits.bulk:
+            # Rows half as long leave room on the chip for the loads of one more step.
             fits = fits._replace(read_stages=3, gradient_stages=3)
     # Half the columns need no more than half the warps.
     return fits if width > 64 else fits._replace(read_warps=4, gradient_warps=4)

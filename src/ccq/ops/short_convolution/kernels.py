@@ -47,7 +47,9 @@ BACKWARD = Launch(row=256, warps=1, steps=8, programs=4096)
 with 16 bytes for a thread in place of 8 258 and 485, because fewer warps fit.
 """
 SHORTEST, LONGEST = 16, 128
-"""Parts, powers of two. For a part W - 1 rows more than it has are read, and backward W rows of float32 written."""
+"""Parts, powers of two. For a part W - 1 rows more than it has are read, and backward W rows of float32 written: of
+documents of one token each eight times the bytes of the input, of 64 tokens an eighth.
+"""
 
 
 @triton.jit
