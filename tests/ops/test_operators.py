@@ -118,7 +118,7 @@ def test_derivatives_in_forward_mode_are_refused() -> None:
 def test_a_node_of_a_graph_has_the_name_of_its_operator() -> None:
     x, weight = inputs()
     node = scaled_square(x, weight, 1.0)[0].grad_fn
-    assert node is not None and node.name() == "ccq_test_scaled_squareBackward"
+    assert type(node).__name__ == "ccq_test_scaled_squareBackward"
 
 
 def test_it_keeps_the_promises_of_an_operator() -> None:
