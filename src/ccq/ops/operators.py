@@ -1,7 +1,7 @@
 """Operators of torch made of Python functions, with as little as can be between the caller and the function.
 
-`torch.library.custom_op` makes them too, and looks at every call for more than these functions need: for outputs that
-share memory with inputs (which `torch.library.opcheck` does in the tests), for hooks, for trees in the arguments.
+torch's `custom_op` makes them too, and looks at every call for more than these functions need: for outputs that share
+memory with inputs (which its `opcheck` does in the tests), for hooks, for trees in the arguments.
 Forward and backward that costs the processor about 80 us more than this does, which is what launching four kernels
 costs; a layer of a linear-attention model calls four to ten operators, and at batch 1 the card waits for the processor.
 In a compiled model there is no difference.
@@ -46,7 +46,7 @@ class Operator:
         library.register_fake(self.name, function, lib=_library)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)`, as in `torch.library`."""
+        """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)`, as for torch's `register_autograd`."""
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             outputs = self._run_below(*arguments)
@@ -95,5 +95,5 @@ def _has_tangent(x: Any) -> bool:
 
 
 def custom_operator(name: str, *, schema: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Makes a function the operator torch.ops.ccq.NAME; `schema` is written as for `torch.library.custom_op`."""
+    """Makes a function the operator torch.ops.ccq.NAME; `schema` is written as for torch's `custom_op`."""
     return lambda function: Operator(name, schema, function)

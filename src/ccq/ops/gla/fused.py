@@ -14,14 +14,14 @@ CUDA graphs. Operators take and return plain tensors, and never None: a gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ccq.ops.flash_linear_attention import CHUNK, launching, packing
+from ccq.ops.flash_linear_attention import CHUNK, Packing, launching, packing
 from ccq.ops.operators import custom_operator
 from ccq.ops.write_rule import WriteRuleResult
 
@@ -32,6 +32,13 @@ def _kernels() -> ModuleType:
     from ccq.ops.gla import kernels
 
     return kernels
+
+
+def _grid(x: Tensor, block: str, packed: Packing) -> Callable[[Mapping[str, int]], tuple[int, int]]:
+    """Programs of a kernel of the package that takes a chunk, a head and `block` columns of x each."""
+    rows, tokens, heads, columns = x.shape
+    chunks = -(-tokens // CHUNK) if packed.chunk_indices is None else len(packed.chunk_indices)
+    return lambda chosen: (-(-columns // chosen[block]) * chunks, rows * heads)
 
 
 @custom_operator(
@@ -66,14 +73,9 @@ def forward(
         )  # fmt: skip
         weights = _kernels().chunk_weights(q, k, summed, scale, chunk=CHUNK, **cut)
         output = torch.empty_like(v)
-        rows, tokens, heads, size = q.shape
-        chunks = -(-tokens // CHUNK) if packed.chunk_indices is None else len(packed.chunk_indices)
-
-        def grid(chosen: dict[str, int]) -> tuple[int, int]:
-            return -(-v.shape[-1] // chosen["BV"]) * chunks, rows * heads
-
+        _, tokens, heads, size = q.shape
         # Its own function would clear the output first.
-        chunk_gla_fwd_kernel_o[grid](
+        chunk_gla_fwd_kernel_o[_grid(v, "BV", packed)](
             q=q, v=v, g=summed, h=states, o=output, A=weights, scale=scale, T=tokens, H=heads, HV=heads, K=size,
             V=v.shape[-1], BT=CHUNK, STATE_V_FIRST=False, **cut,
         )  # fmt: skip
@@ -144,13 +146,8 @@ def backward(
             q, k, summed, d_weights, chunk=CHUNK, cu_seqlens=packed.cu_seqlens, chunk_indices=packed.chunk_indices
         )
         d_q, d_k, d_log_decay = torch.empty_like(q), torch.empty_like(k), torch.empty_like(summed)
-        rows, tokens, heads, size = q.shape
-        chunks = -(-tokens // CHUNK) if packed.chunk_indices is None else len(packed.chunk_indices)
-
-        def grid(chosen: dict[str, int]) -> tuple[int, int]:
-            return -(-size // chosen["BK"]) * chunks, rows * heads
-
-        chunk_gla_bwd_kernel_inter[grid](
+        _, tokens, heads, size = q.shape
+        chunk_gla_bwd_kernel_inter[_grid(q, "BK", packed)](
             q=q, k=k, v=v, g=summed, h=states, do=d_output, dh=d_states, dq=inner_q, dk=inner_k, dq2=d_q, dk2=d_k,
             dg=d_log_decay, cu_seqlens=packed.cu_seqlens, chunk_indices=packed.chunk_indices, scale=scale, T=tokens,
             H=heads, K=size, V=v.shape[-1], BT=CHUNK, STATE_V_FIRST=False,
