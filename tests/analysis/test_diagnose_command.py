@@ -13,7 +13,7 @@ from tests.analysis.tokenizer import prompt_tokenizer
 from ccq.analysis.diagnosis import DiagnosisResults, diagnose
 from ccq.cli import main
 from ccq.evals.results import _check
-from ccq.models import CCQForCausalLM, preset
+from ccq.models import CCQForCausalLM, attach, preset, read_steps, save_gates
 from ccq.report.diagnosis import headline
 
 
@@ -63,6 +63,32 @@ def test_the_read_step_is_changed(folder: Path, tmp_path: Path, capsys: pytest.C
     assert sizes[1] == [pytest.approx(2 * sizes[0][0], rel=1e-5), 0]
     assert main([*command, "--read", "gate=mean"]) == 2
     assert "`ccq gates" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_gates_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """Named, or in the folder of the backbone."""
+    torch.manual_seed(0)
+    model = CCQForCausalLM(preset("gla-tiny", vocab_size=700, initializer_range=0.2)).eval()
+    model.save_pretrained(tmp_path / "model")
+    prompt_tokenizer().save_pretrained(tmp_path / "model")
+    for read in read_steps(attach(model)):
+        torch.nn.init.ones_(read.gate_scale)
+    save_gates(model, tmp_path / "gates")
+    command = ["diagnose", str(tmp_path / "model"), "--prompts", "1", "--fillers", "4", "--device", "cpu"]
+    found: list[Any] = []
+    for options in ([], ["--gates", str(tmp_path / "gates")], []):
+        assert main([*command, "--out", str(tmp_path / "out"), *options]) == 0
+        found.append(json.loads((tmp_path / "out" / "diagnosis.json").read_text()))
+        if options:
+            (tmp_path / "gates").rename(tmp_path / "model" / "gates.safetensors")
+    alone, *with_gates = found
+    assert alone["model"]["read"] is None
+    expected = diagnose(
+        model, prompt_tokenizer(), name=command[1], environment=alone["environment"], prompts=1, fillers=4
+    )
+    for each in with_gates:
+        assert each == {**expected, "environment": each["environment"], "created": each["created"]}
 
 
 @pytest.mark.usefixtures("undrawn")

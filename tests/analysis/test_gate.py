@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from ccq.analysis.gate import collect_gate_values, measure_reads, text_windows
+from ccq.analysis.gate import collect_gate_values, collect_on_corpus, measure_reads, text_windows
 from ccq.data.corpora import Corpus
 from ccq.models import attach, detach, read_steps, set_read
 from ccq.models.cache import fingerprint
@@ -184,3 +184,13 @@ def test_windows_are_the_held_out_text() -> None:
     assert text_windows(corpus, tokenizer, windows=1, length=5).tolist() == [[1, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match="the held-out part of here has 7 tokens, but 4 windows of 2 are asked for"):
         text_windows(corpus, Letters(), windows=4, length=2)
+
+
+@pytest.mark.parametrize(("tokens", "length", "windows"), [(7, 3, [[1, 2, 3], [0, 4, 5]]), (4, 9, [[1, 2, 3, 0]])])
+def test_values_on_a_corpus_say_what_it_was(tokens: int, length: int, windows: list[list[int]]) -> None:
+    """As many whole windows as there are tokens for, none longer than these."""
+    model = model_of("gla+ccq", num_layers=1)
+    corpus = Corpus("here", train=(("x", "zz"),), held_out=(("a", "abc"), ("b", "dede")), characters=0, sha256="12")
+    values = collect_on_corpus(model, Letters(), corpus, tokens=tokens, length=length)
+    assert values.text == {"source": "here", "sha256": "12", "windows": len(windows), "length": len(windows[0])}
+    assert torch.equal(values.layers[0], collect_gate_values(model, torch.tensor(windows)).layers[0])

@@ -247,3 +247,10 @@ def test_settings_that_cannot_be_are_named(arguments: dict[str, object], message
 def test_settings_survive_json(text: Path) -> None:
     settings = small_settings(text).to_dict()
     assert json.loads(json.dumps(settings)) == settings
+
+
+def test_the_plan_has_every_run_with_its_steps_and_tokens(text: Path) -> None:
+    # Stages of 3 steps of 4 rows of 32 tokens, and 3 of 2 rows of 48.
+    assert small_settings(text, seeds=2).plan() == [
+        ("text", arm, seed, 6, 3 * 4 * 32 + 3 * 2 * 48) for seed in (0, 1) for arm in ("gla", "gla+ccq")
+    ]

@@ -26,7 +26,7 @@ from ccq.analysis.gate import measure_reads
 from ccq.cli import main
 from ccq.compare.cell import TaskSteps, put_in, read_cell, run_cell
 from ccq.compare.folder import GridFolder, what_is_learned
-from ccq.compare.grid import Cell, GridSettings, SyntheticTask, load_grid
+from ccq.compare.grid import Cell, GridSettings, GridSystem, SyntheticTask, choose_grid, load_grid
 from ccq.compare.pool import Teller, default_runs_per_device, devices_for
 from ccq.compare.run_grid import _Contrast, _difference, _Model, compare_grid
 from ccq.data.loader import IGNORE_INDEX
@@ -615,6 +615,24 @@ def test_a_dry_run_lists_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["compare", "--out", str(tmp_path / "run"), "--arms", "gla", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 runs"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_grid_is_chosen_by_a_file_or_by_values(tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "interventions": ["scale=2"]}, sort_keys=False))
+    assert choose_grid(file).to_dict() == grid(interventions=["scale=2"]).to_dict()
+    assert choose_grid(file, interventions=[]).interventions == ("off",)
+    changed = choose_grid(file, interventions=["scale=0.5"], runs_per_device=5)
+    system = GridSystem(device="cpu", runs_per_device=5, checkpoint_every=1)
+    assert (changed.interventions, changed.system) == (("off", "scale=0.5"), system)
+    assert choose_grid(interventions=[]).to_dict() == grid_of(tasks=["text"], interventions=["off"])
+    given = choose_grid(preset="smoke", arms=["gla"], seeds=3, tasks=["recall", "text"], text=tmp_path, device="cpu")
+    tasks = {"recall": None, "text": {"folder": str(tmp_path)}}
+    assert given.to_dict() == grid_of(preset="smoke", arms=["gla"], seeds=3, tasks=tasks, system={"device": "cpu"})
+
+
+def grid_of(**content: Any) -> dict[str, Any]:
+    return GridSettings.from_dict(content).to_dict()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -73,7 +76,73 @@ def test_counting_finds_the_common_words(common: int, often: int, seldom: int, r
         assert sorted(counts.values())[:-common].count(seldom) >= len(counts) - common - 1
         assert max(count for word, count in counts.items() if word not in expected) <= seldom
         assert targets == [IGNORE_INDEX] * len(text) + expected
-        assert task.chance == pytest.approx(share_of_places(text, expected))
+        assert common > 1 or task.chance == pytest.approx(share_of_places(text, expected))
+
+
+@pytest.mark.parametrize(
+    ("common", "often", "seldom", "rest"),
+    [(1, 3, 2, 3), (2, 2, 1, 1), (2, 2, 1, 4), (3, 2, 1, 2), (2, 3, 2, 2), (2, 3, 2, 3)],
+)
+def test_chance_is_that_of_the_best_who_knows_the_order_of_words(
+    common: int, often: int, seldom: int, rest: int
+) -> None:
+    """Over all rows, of the best place in the order of words for each answer and places of the answers before."""
+    others = [common + token // seldom for token in range(rest)]
+    orders = set(itertools.permutations([*range(common)] * often + others))
+    seen: dict[tuple[int, ...], Counter[int]] = {}
+    for order in orders:
+        places = [place for place, word in enumerate(dict.fromkeys(order)) if word < common]
+        for number, place in enumerate(places):
+            seen.setdefault(tuple(places[:number]), Counter())[place] += 1
+    best = sum(max(places.values()) for places in seen.values()) / len(orders) / common
+    assert CommonWords(common * often + rest + common, common, often, seldom).chance == pytest.approx(best)
+
+
+Player = Callable[[list[int], list[int], list[int]], int]
+"""Says one of the words that are not answered yet, and does not count: all of them in the order of the row, those of
+them behind the first place of the answer before, and those of the latter that did not stand in front of it.
+"""
+
+PLAYERS: dict[str, Player] = {
+    "first": lambda left, behind, new: left[0],
+    "in the middle": lambda left, behind, new: left[len(left) // 2],
+    "nearest to the question": lambda left, behind, new: left[-1],
+    "next": lambda left, behind, new: (behind or left)[0],
+    "next new": lambda left, behind, new: (new or left)[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "best"),
+    [
+        (CommonWords(40, 1, 6, 2), "first"),
+        (CommonWords(40, 2, 6, 1), "next new"),
+        (CommonWords(64, 3, 8, 5), "next new"),
+        (CommonWords(30, 4, 4, 3), "next new"),
+        (FrequentWords(40, 5, 1), "first"),
+        (FrequentWords(40, 6, 3, 1.5), "first"),
+    ],
+)
+def test_who_does_not_count_is_right_as_often_as_chance_says(task: CommonWords | FrequentWords, best: str) -> None:
+    rows = 2000
+    batch = task.batch(seed=11, step=0, batch_size=rows)
+    shares: dict[str, list[float]] = {name: [] for name in PLAYERS}
+    for tokens, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+        text, answers = tokens[: tokens.index(ASK)], targets[tokens.index(ASK) :]
+        right: Counter[str] = Counter()
+        for number, answer in enumerate(answers):
+            before = text.index(answers[number - 1]) if number else 0
+            left = [word for word in text if word not in answers[:number]]
+            behind = [word for word in text[before:] if word not in answers[:number]]
+            new = [word for word in behind if word not in text[:before]]
+            right.update(name for name, player in PLAYERS.items() if player(left, behind, new) == answer)
+        for name, share in shares.items():
+            share.append(right[name] / len(answers))
+    for name, each in shares.items():
+        error = 4 * np.std(each) / rows**0.5
+        assert np.mean(each) <= task.chance + error, f"{name}: {np.mean(each)} where {task} says {task.chance}"
+        if name == best:
+            assert np.mean(each) >= task.chance - error, f"{name}: {np.mean(each)} where {task} says {task.chance}"
 
 
 @pytest.mark.parametrize("task", [FrequentWords(5, 3, 1, 1.0, vocabulary=3), CommonWords(5, 1, 2, 1, vocabulary=3)])

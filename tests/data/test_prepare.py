@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ccq.cli import main
-from ccq.data.prepare import TokenizerFile, prepare_shards, read_tokenizer
+from ccq.data.prepare import TokenizerFile, find_tokenizer, prepare_shards, read_tokenizer
 from ccq.data.shards import TokenFolder, TokenPart
 from ccq.data.sources import Source, file_source
 from ccq.files import lock_folder
@@ -216,6 +216,36 @@ def test_the_end_token_is_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the tokenizer has no token '<end>'; name another with --eos"):
         prepare_shards(tmp_path / "unknown", source, TOKENIZER, eos="<end>")
     assert prepare_shards(tmp_path / "unknown", source, TOKENIZER).train.tokens  # the folder stayed free
+
+
+def test_a_tokenizer_is_found_by_its_name(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def other(name: str) -> tuple[bytes, str | None]:
+        asked.append(name)
+        return TOKENIZER.data, BOS
+
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER.data)
+    for path in (tmp_path / "tokenizer.json", tmp_path):
+        assert find_tokenizer(str(path), other) == TokenizerFile(TOKENIZER.data, str(tmp_path / "tokenizer.json"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"absent.json does not exist; give a tokenizer.json"):
+        find_tokenizer("absent.json", other)
+    assert asked == []
+    for name in ("somebody/something", str(tmp_path / "empty")):
+        assert find_tokenizer(name, other) == TokenizerFile(TOKENIZER.data, name, BOS)
+    assert asked == ["somebody/something", str(tmp_path / "empty")]
+
+
+def test_the_parts_begin_with_their_first_tokens(tmp_path: Path) -> None:
+    folder = prepare_shards(tmp_path / "out", lines(tmp_path / "text", TEXTS), TOKENIZER, held_out=2)
+    first = {"train": TEXTS[3], "held_out": TEXTS[0]}
+    assert folder.beginnings(1000) == {name: f"{text}{EOS}" for name, text in first.items()}
+    tokenizer = bpe_without_special()
+    short = {name: tokenizer.decode(tokenizer.encode(text).ids[:4]) for name, text in first.items()}
+    assert folder.beginnings(4) == short
+    nothing = prepare_shards(tmp_path / "whole", lines(tmp_path / "text", TEXTS), TOKENIZER, held_out=0)
+    assert list(nothing.beginnings()) == ["train"]
 
 
 def test_a_finished_folder_is_opened_and_not_made_again(tmp_path: Path) -> None:

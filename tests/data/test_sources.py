@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ccq.data.sources import Position, Source, dataset_source, embedded_source, file_source
+from ccq.data.sources import Position, Source, choose_source, dataset_source, embedded_source, file_source
 
 TEXTS = ["first", "", "zwei\r\nZeilen\u2028", "漢字 \U0001f9ff", "2020-01-01", "{}", "null", "last"]
 
@@ -105,6 +105,18 @@ def test_the_embedded_corpus_is_the_standard_library() -> None:
     number = names.index("argparse.py")
     assert documents(source, Position(number, 0))[0] == (root / "argparse.py").read_bytes().decode()
     assert documents(source, Position(len(names) - 1, 1)) == []
+
+
+def test_a_source_is_chosen_by_what_is_given(tmp_path: Path) -> None:
+    pattern = write_json(tmp_path, TEXTS)
+    chosen = choose_source(files=[pattern], text_field="text")
+    assert chosen.description == file_source([pattern]).description and documents(chosen) == TEXTS
+    assert choose_source().description == embedded_source().description
+    folder = {"dataset": str(tmp_path), "split": "train", "config": None, "text_field": "text"}
+    assert documents(choose_source(**folder)) == documents(dataset_source(str(tmp_path)))
+    for options in ({"split": "test"}, {"files": [pattern], "revision": "main"}):
+        with pytest.raises(ValueError, match="--config, --split and --revision are of a --dataset"):
+            choose_source(**options)
 
 
 def test_files_are_sorted_and_taken_once(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import safetensors.torch
 
 from ccq.cli import main
 from ccq.evals.benchmarks import LANGUAGE, LONGBENCH
+from ccq.evals.harness import load
 from ccq.evals.results import EvalResults, read_results
 from ccq.evals.suites import EXTRAPOLATION_LENGTHS, SUITES
-from ccq.models import CCQForCausalLM, preset, save_model
+from ccq.models import CCQForCausalLM, detach, preset, save_gates, save_model
 from ccq.models.intervention import GATE_VALUES_FILE, load_gate_values
 
 CHOICE = {"goal": "open it", "sol1": "pull", "sol2": "push", "label": 0}
@@ -146,6 +147,42 @@ def test_a_model_with_an_attached_read_step(
     assert named == {"none": None, **same, "gate=mean": f"gate=mean,values={digest}"}
     assert scores.pop("none") == scores["off"]
     assert len(set(scores.values())) == 5
+
+
+def test_gates_in_a_file_of_their_own(
+    attached_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named, or in the folder of the backbone: the same as gates among the weights."""
+    model = load(str(attached_folder), device="cpu").model
+    save_gates(model, tmp_path / "gates.safetensors")
+    backbone = tmp_path / "backbone"
+    shutil.copytree(attached_folder, backbone)
+    detach(model).save_pretrained(backbone)
+    arguments = ["--data", str(folder), "--tasks", "mine", "--lengths", "100"]
+    scores, means = {}, {}
+    for case, given in (
+        ("weights", [str(attached_folder)]),
+        ("backbone", [str(backbone)]),
+        ("named", [str(backbone), "--gates", str(tmp_path / "gates.safetensors")]),
+        ("found", [str(backbone)]),
+    ):
+        if case == "found":
+            shutil.copy(tmp_path / "gates.safetensors", backbone)
+        results, _ = evaluate(capsys, tmp_path / f"{case}.json", "extrapolation", *given, *arguments)
+        assert results["model"]["read"] == (None if case == "backbone" else "on")
+        scores[case] = results["tasks"][0]["scores"][0]["value"]
+        if case != "backbone":
+            values = tmp_path / f"{case}.safetensors"
+            command = ["gates", *given, "--tokens", "200", "--length", "100", "--device", "cpu", "--out", str(values)]
+            assert main(command) == 0
+            means[case] = load_gate_values(values).means()
+    assert scores["named"] == scores["found"] == pytest.approx(scores["weights"], rel=1e-6)
+    assert scores["backbone"] != pytest.approx(scores["weights"], rel=1e-6)
+    assert means["named"] == means["found"] == [pytest.approx(row, rel=1e-5) for row in means["weights"]]
+    capsys.readouterr()
+    out = ["--out", str(tmp_path / "r.json"), "--device", "cpu"]
+    assert main(["eval", "extrapolation", str(backbone), *arguments, *out, "--gates", str(tmp_path / "no file")]) == 2
+    assert "no file does not exist or is not a file; expected a file written by save_gates" in capsys.readouterr().err
 
 
 def test_language(llama_folder: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,14 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
+from ccq.models.presets import PRESETS
 from ccq.report.figures import Figure, GatePoint, all_figures, arm_styles, draw_gates, figure_png
 
 Build = Callable[..., dict[str, Any]]
 SVG = "{http://www.w3.org/2000/svg}"
+# Of every model that has a name, so with every backbone.
+KNOWN_ARMS = list(dict.fromkeys(name.rpartition("-")[0] for name in PRESETS))
+ELEVEN = ["gla", "gated-deltanet", *(f"backbone{number}" for number in range(9))]
 ABLATIONS = ["gla", *(f"gla+{read}" for read in ("normalize", "ccq", *(f"ccq-form{number}" for number in range(16))))]
 
 
@@ -160,6 +164,8 @@ def test_the_usual_arms_look_as_ever() -> None:
             for read in ("", "+ccq", "+normalize", "+exact")
         ],
         [f"gla+read{number}" for number in range(29)],
+        KNOWN_ARMS,
+        [f"{backbone}{read}" for backbone in ELEVEN for read in ("", "+ccq")],
     ],
 )
 def test_no_two_arms_look_alike_with_marks_or_with_lines_alone(arms: list[str]) -> None:
@@ -170,32 +176,57 @@ def test_no_two_arms_look_alike_with_marks_or_with_lines_alone(arms: list[str]) 
     assert len({style.color for style in reads}) >= min(len(reads), 8)
 
 
-def test_hues_of_the_reads_differ_for_the_colour_blind_and_their_text_has_contrast() -> None:
-    # Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia, on linear RGB.
-    deficiencies = (
-        np.eye(3),
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+# Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia, on linear RGB.
+DEFICIENCIES = (
+    np.eye(3),
+    [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+)
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def _linear(color: str) -> Any:
+    rgb = np.array(to_rgb(color))
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def _lab(rgb: Any) -> Any:
+    ratio = TO_XYZ @ np.clip(rgb, 0, 1) / TO_XYZ.sum(1)
+    x, y, z = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def _difference(one: str, other: str) -> float:
+    """The smallest distance in CIELAB, with and without a deficiency."""
+    return min(
+        float(np.linalg.norm(_lab(matrix @ _linear(one)) - _lab(matrix @ _linear(other)))) for matrix in DEFICIENCIES
     )
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
-    def linear(color: str) -> Any:
-        rgb = np.array(to_rgb(color))
-        return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
-    def lab(rgb: Any) -> Any:
-        ratio = to_xyz @ np.clip(rgb, 0, 1) / to_xyz.sum(1)
-        x, y, z = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
-        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+def _contrast(color: str) -> float:
+    """On white, as WCAG says it; it asks 4.5 of text."""
+    return float(1.05 / (TO_XYZ[1] @ _linear(color) + 0.05))
 
+
+def test_hues_of_the_reads_differ_for_the_colour_blind_and_their_text_has_contrast() -> None:
     styles = arm_styles(ABLATIONS).values()
-    for matrix in deficiencies:
-        seen = [lab(matrix @ linear(color)) for color in {style.color for style in styles}]
-        assert len(seen) == 9  # the backbone, its first read and the hues of the further ones
-        assert min(float(np.linalg.norm(a - b)) for a, b in itertools.combinations(seen, 2)) > 10
-    for style in styles:
-        assert 1.05 / (to_xyz[1] @ linear(style.dark) + 0.05) > 4.5  # the contrast on white that WCAG asks of text
+    colors = {style.color for style in styles}
+    assert len(colors) == 9  # the backbone, its first read and the hues of the further ones
+    assert min(_difference(one, other) for one, other in itertools.combinations(colors, 2)) > 10
+    assert all(_contrast(style.dark) > 4.5 for style in styles)
+
+
+@pytest.mark.parametrize("backbones", [[arm for arm in KNOWN_ARMS if "+" not in arm], ELEVEN])
+def test_every_backbone_has_hues_of_its_own(backbones: list[str]) -> None:
+    arms = [f"{backbone}{read}" for backbone in backbones for read in ("", "+ccq")]
+    styles = arm_styles([*arms, *ABLATIONS])
+    colors = {style.color for style in styles.values()}
+    assert len(arms) > 10 and len(colors) == len(arms) + 7  # the hues of further reads
+    assert all(_contrast(style.dark) > 4.5 for style in styles.values())
+    for arm in arms[10:]:  # the first five pairs rely on their markers too
+        own = styles[arm].color
+        assert min(_difference(own, other) for other in colors - {own}) > 10
 
 
 def _crowded(arms: list[str]) -> dict[str, list[list[GatePoint]]]:

@@ -98,6 +98,21 @@ def collect_gate_values(
     return GateValues(tuple(torch.cat(layer) for layer in seen), fingerprint(model), dict(text or {}))
 
 
+def collect_on_corpus(model: Any, tokenizer: Any, corpus: Corpus, *, tokens: int, length: int) -> GateValues:
+    """`collect_gate_values` over the `text_windows` of a corpus, with what they are beside them.
+
+    Args:
+        model, tokenizer: see there.
+        corpus: whose held-out documents are read.
+        tokens: in all, less what is left over by the last whole window.
+        length: of a window, at most `tokens`.
+    """
+    length = min(length, tokens)
+    windows = text_windows(corpus, tokenizer, windows=tokens // length, length=length)
+    text = {"source": corpus.source, "sha256": corpus.sha256, "windows": len(windows), "length": length}
+    return collect_gate_values(model, windows, text=text)
+
+
 def text_windows(corpus: Corpus, tokenizer: Any, *, windows: int, length: int) -> Tensor:
     """[windows, length] int64: the held-out documents of a corpus one after the other, each with the token that ends a
     text behind it where the tokenizer (of transformers) has one.

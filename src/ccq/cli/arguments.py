@@ -46,6 +46,16 @@ def positive(text: str) -> int:
     return value
 
 
+def add_gates(parser: argparse.ArgumentParser) -> None:
+    """--gates, the argument of `ccq.models.auto_model.read_auto_model`."""
+    parser.add_argument(
+        "--gates",
+        type=Path,
+        metavar="FILE",
+        help="of ccq.models.save_gates: attach the read step with them; default: those in the model's folder",
+    )
+
+
 def add_read(parser: argparse.ArgumentParser) -> None:
     """--read and --gate-values, the arguments of `ccq.models.intervention.switch_read`."""
     parser.add_argument(

@@ -6,14 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ccq.cli.arguments import Commands, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ccq.compare.grid import GridSettings
 
 
 def add_parser(commands: Commands) -> None:
@@ -79,13 +77,7 @@ def _run(parsed: argparse.Namespace) -> int:
         arms = None if parsed.arms is None else tuple(parsed.arms.split(","))
         settings = compare_preset(parsed.preset or "tiny", arms=arms, seeds=parsed.seeds, text=parsed.text)
         if parsed.dry_run:
-            train = settings.train
-            runs = [
-                ("text", arm, seed, train.steps, train.tokens)
-                for seed in range(settings.seeds)
-                for arm in settings.arms
-            ]
-            _print_runs(console, runs)
+            _print_runs(console, settings.plan())
             return 0
         results = compare(parsed.out, settings, jobs=parsed.jobs, console=console)
     except RunsFailed as error:
@@ -97,50 +89,33 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _run_grid(parsed: argparse.Namespace, console: Console) -> int:
-    import dataclasses
-
-    from ccq.compare.grid import GridSettings, load_grid
+    from ccq.compare.grid import choose_grid
     from ccq.compare.run_grid import compare_grid
     from ccq.report.grid import grid_table
 
-    given: dict[str, Any] = {
-        "preset": parsed.preset,
-        "arms": None if parsed.arms is None else parsed.arms.split(","),
-        "seeds": parsed.seeds,
-        "tasks": None if parsed.task is None else dict.fromkeys(parsed.task.split(",")),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if parsed.grid is None:
-        given.setdefault("tasks", {"text": None})
-        if parsed.text is not None:
-            if "text" not in given["tasks"]:
-                raise ValueError("--text is what the task text is made of; add text to --task, or leave it out")
-            given["tasks"]["text"] = {"folder": str(parsed.text)}
-        settings = GridSettings.from_dict({**given, "interventions": _interventions(parsed)})
-    else:
-        if given or parsed.text is not None:
-            raise ValueError(
-                f"--preset, --arms, --seeds, --task and --text are what {parsed.grid} says; leave them out, or it"
-            )
-        settings = load_grid(parsed.grid)
-        if parsed.interventions is not None:
-            settings = settings.with_interventions(_interventions(parsed))
-    system = {"device": parsed.device, "runs_per_device": parsed.jobs}
-    changes = {name: value for name, value in system.items() if value is not None}
-    settings = dataclasses.replace(settings, system=dataclasses.replace(settings.system, **changes))
+    settings = choose_grid(
+        parsed.grid,
+        preset=parsed.preset,
+        arms=None if parsed.arms is None else parsed.arms.split(","),
+        seeds=parsed.seeds,
+        tasks=None if parsed.task is None else parsed.task.split(","),
+        text=parsed.text,
+        interventions=parsed.interventions,
+        device=parsed.device,
+        runs_per_device=parsed.jobs,
+    )
     if parsed.dry_run:
         _print_runs(console, settings.plan())
-        _print_readings(console, settings)
+        if settings.interventions:
+            count, lines = settings.reading_plan()
+            console.print(f"{count} readings, with every seed and task:")
+            for line in lines:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
     results = compare_grid(parsed.out, settings, console=console)
     console.print(grid_table(results))
     console.print(f"Report: {parsed.out / 'report.html'}")
     return 0
-
-
-def _interventions(parsed: argparse.Namespace) -> list[str]:
-    """Those of --interventions; "off" where none is named."""
-    return [] if parsed.interventions is None else parsed.interventions or ["off"]
 
 
 def _print_runs(console: Console, runs: Sequence[tuple[str, str, int, int, int]]) -> None:
@@ -153,19 +128,3 @@ def _print_runs(console: Console, runs: Sequence[tuple[str, str, int, int, int]]
         table.add_row(task, arm, str(seed), f"{steps:,}", f"{tokens:,}")
     console.print(table)
     console.print(f"{len(runs)} runs")
-
-
-def _print_readings(console: Console, settings: GridSettings) -> None:
-    """In which ways trained models are read beside their own, and why some are not; nothing without interventions."""
-    if not settings.interventions:
-        return
-    readings = settings.all_readings()
-    each = settings.seeds * len(settings.tasks)
-    console.print(f"{each * sum(map(len, readings.values()))} readings, with every seed and task:")
-    for arm, names in readings.items():
-        lines = [f"{arm}: {'; '.join(names) or 'none'}"]
-        lines += [f"  {reason}" for reason in settings.refused(arm).values()]
-        if settings.put_into(arm) is None:
-            lines.append(f"  no 2 x 2: {settings.why_not_put_in(arm)}")
-        for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)

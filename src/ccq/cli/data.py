@@ -78,40 +78,22 @@ def _prepare(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ccq.bench.machine import cores
-    from ccq.data.prepare import TokenizerFile, prepare_shards, read_tokenizer
-    from ccq.data.sources import dataset_source, embedded_source, file_source
+    from ccq.data.prepare import find_tokenizer, prepare_shards
+    from ccq.data.sources import choose_source
 
-    if parsed.dataset is None and (parsed.config, parsed.split, parsed.revision) != (None, "train", None):
-        raise ValueError("--config, --split and --revision are of a --dataset; leave them out")
-    if parsed.files is not None:
-        source = file_source(parsed.files, text_field=parsed.text_field)
-    elif parsed.dataset is not None:
-        source = dataset_source(
-            parsed.dataset,
-            config=parsed.config,
-            split=parsed.split,
-            revision=parsed.revision,
-            text_field=parsed.text_field,
-        )
-    else:
-        source = embedded_source()
-    tokenizer: TokenizerFile | int
-    if parsed.train_tokenizer is not None:
-        tokenizer = parsed.train_tokenizer
-    elif parsed.tokenizer.endswith(".json") or any(
-        path.is_file() for path in (Path(parsed.tokenizer), Path(parsed.tokenizer, "tokenizer.json"))
-    ):
-        tokenizer = read_tokenizer(parsed.tokenizer)
-    else:
-        from ccq.models.auto_tokenizer import read_auto_tokenizer
-
-        found = read_auto_tokenizer(parsed.tokenizer)
-        tokenizer = TokenizerFile(found.data, parsed.tokenizer, found.eos)
+    source = choose_source(
+        files=parsed.files,
+        dataset=parsed.dataset,
+        config=parsed.config,
+        split=parsed.split,
+        revision=parsed.revision,
+        text_field=parsed.text_field,
+    )
     console = Console()
     folder = prepare_shards(
         parsed.out,
         source,
-        tokenizer,
+        parsed.train_tokenizer or find_tokenizer(parsed.tokenizer, _read_auto_tokenizer),
         held_out=parsed.held_out,
         tokens=parsed.tokens,
         eos=parsed.eos,
@@ -124,6 +106,13 @@ def _prepare(parsed: argparse.Namespace) -> int:
     if parsed.held_out and not folder.held_out.documents:
         console.print("No document was held out: the text is short, and --held-out a small share of its documents.")
     return 0
+
+
+def _read_auto_tokenizer(name: str) -> tuple[bytes, str | None]:
+    # Here, as no other tokenizer should wait for transformers.
+    from ccq.models.auto_tokenizer import read_auto_tokenizer
+
+    return read_auto_tokenizer(name)
 
 
 def _add_inspect(actions: Commands) -> None:
@@ -176,8 +165,5 @@ def _print_token_folder(folder: TokenFolder, console: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
-    tokenizer = folder.tokenizer()
-    for part in (folder.train, folder.held_out):
-        if part.documents:
-            text = tokenizer.decode(part.document(0)[:60].tolist(), skip_special_tokens=False)
-            console.print(f"{part.name} begins: {text!r}", markup=False, soft_wrap=True)
+    for name, text in folder.beginnings().items():
+        console.print(f"{name} begins: {text!r}", markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ccq.cli.arguments import Commands, add_read, positive
+from ccq.cli.arguments import Commands, add_gates, add_read, positive
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,6 +36,7 @@ def add_parser(commands: Commands) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of the model; default: bfloat16 on a GPU, float32 on a CPU",
     )
+    add_gates(parser)
     add_read(parser)
     parser.set_defaults(run=_run)
 
@@ -57,7 +58,7 @@ def _run(parsed: argparse.Namespace) -> int:
     dtype = parsed.dtype or ("bfloat16" if device == "cuda" else "float32")
     sentences = None if parsed.text is None else sentences_of(parsed.text)
     with console.status("reading the model") as status:
-        model, tokenizer = read_auto_model(parsed.model, dtype=getattr(torch, dtype), device=device)
+        model, tokenizer = read_auto_model(parsed.model, dtype=getattr(torch, dtype), device=device, gates=parsed.gates)
         switch_read(model, parsed.model, parsed.read, parsed.gate_values)
         results = diagnose(
             model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ccq.cli.arguments import Commands, add_read, positive
+from ccq.cli.arguments import Commands, add_gates, add_read, positive
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,6 +24,7 @@ def add_parser(commands: Commands) -> None:
     common.add_argument("--data", type=Path, metavar="FOLDER", help="local data instead of the hub's")
     common.add_argument("--device", help="default: cuda if torch finds a GPU, else cpu")
     common.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    add_gates(common)
     add_read(common)
     common.add_argument(
         "--bos",
@@ -92,6 +93,7 @@ def _run(parsed: argparse.Namespace) -> int:
             parsed.model,
             device=parsed.device,
             dtype=parsed.dtype,
+            gates=parsed.gates,
             read=parsed.read,
             gate_values=parsed.gate_values,
             bos=parsed.bos,

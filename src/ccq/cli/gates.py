@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ccq.cli.arguments import Commands, positive
+from ccq.cli.arguments import Commands, add_gates, positive
 
 
 def add_parser(commands: Commands) -> None:
@@ -25,6 +25,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--length", type=positive, default=1024, metavar="N", help="of a window; default 1024")
     parser.add_argument("--device", help="default: cuda if torch finds a GPU, else cpu")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    add_gates(parser)
     parser.add_argument(
         "--json", action="store_true", help="print the means as JSON, as `ccq train --set model.gate=...` takes them"
     )
@@ -37,20 +38,17 @@ def _run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ccq.analysis.gate import collect_gate_values, text_windows
+    from ccq.analysis.gate import collect_on_corpus
     from ccq.data.corpora import read_corpus
     from ccq.evals.harness import load
-    from ccq.models.intervention import GATE_VALUES_FILE, read_layers, save_gate_values
+    from ccq.models.intervention import gate_values_file, read_layers, save_gate_values
 
     if parsed.out is None and not Path(parsed.model).is_dir():
         raise ValueError(f"{parsed.model} is no folder to write the values to; give --out FILE")
-    loaded = load(parsed.model, device=parsed.device, dtype=parsed.dtype)
+    loaded = load(parsed.model, device=parsed.device, dtype=parsed.dtype, gates=parsed.gates)
     corpus = read_corpus(parsed.text)
-    length = min(parsed.length, parsed.tokens)
-    tokens = text_windows(corpus, loaded.tokenizer, windows=parsed.tokens // length, length=length)
-    text = {"source": corpus.source, "sha256": corpus.sha256, "windows": len(tokens), "length": length}
-    values = collect_gate_values(loaded.model, tokens, text=text)
-    out = Path(parsed.model, GATE_VALUES_FILE) if parsed.out is None else parsed.out
+    values = collect_on_corpus(loaded.model, loaded.tokenizer, corpus, tokens=parsed.tokens, length=parsed.length)
+    out = gate_values_file(parsed.model, parsed.out)
     save_gate_values(values, out)
     if parsed.json:
         print(json.dumps(values.mean_gate(loaded.model)))
@@ -61,5 +59,5 @@ def _run(parsed: argparse.Namespace) -> int:
     for layer, row in zip(read_layers(loaded.model), means, strict=True):
         table.add_row(f"layer {layer}", *(f"{mean:.4f}" for mean in row))
     console.print(table)
-    console.print(f"{tokens.numel():,} tokens of {corpus.source}: {out} ({values.digest})", soft_wrap=True)
+    console.print(f"{len(values.layers[0]):,} tokens of {corpus.source}: {out} ({values.digest})", soft_wrap=True)
     return 0

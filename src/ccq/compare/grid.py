@@ -341,6 +341,19 @@ class GridSettings:
         """`readings` of every arm with a read step."""
         return {arm: self.readings(arm) for arm in self.arms if parse_arm(arm)[1] is not None}
 
+    def reading_plan(self) -> tuple[int, list[str]]:
+        """How many readings there are over all seeds and tasks, and in lines of text those of each arm, with the
+        reasons why there are no others.
+        """
+        lines = []
+        readings = self.all_readings()
+        for arm, names in readings.items():
+            lines.append(f"{arm}: {'; '.join(names) or 'none'}")
+            lines += [f"  {reason}" for reason in self.refused(arm).values()]
+            if self.put_into(arm) is None:
+                lines.append(f"  no 2 x 2: {self.why_not_put_in(arm)}")
+        return self.seeds * len(self.tasks) * sum(map(len, readings.values())), lines
+
     def plan(self) -> list[tuple[str, str, int, int, int]]:
         """Task, arm, seed, steps and tokens of every run, in the order in which they start."""
         rows = []
@@ -422,6 +435,59 @@ def load_grid(path: Path) -> GridSettings:
         OSError: the file cannot be read.
     """
     return GridSettings.from_dict(read_yaml(path, "keys and values: arms, seeds, tasks, ..."))
+
+
+def choose_grid(
+    file: Path | None = None,
+    *,
+    preset: str | None = None,
+    arms: Sequence[str] | None = None,
+    seeds: int | None = None,
+    tasks: Sequence[str] | None = None,
+    text: Path | None = None,
+    interventions: Sequence[str] | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    runs_per_device: int | None = None,
+) -> GridSettings:
+    """The grid of a file, or of built-in tasks where there is none. None leaves a value as it is there.
+
+    Args:
+        file: a grid file, which says preset, arms, seeds, tasks and text itself.
+        preset, arms, seeds: as in a grid file.
+        tasks: names of built-in tasks; default: text.
+        text: folder of text files for the task text.
+        interventions: replace those of the file; an empty list means "off".
+        device, runs_per_device: see `GridSystem`.
+
+    Raises:
+        ValueError: arguments do not go together, or a value cannot be used.
+        OSError: the file cannot be read.
+    """
+    ways = None if interventions is None else list(interventions) or [OFF]
+    given: dict[str, Any] = {
+        "preset": preset,
+        "arms": None if arms is None else list(arms),
+        "seeds": seeds,
+        "tasks": None if tasks is None else dict.fromkeys(tasks),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if file is None:
+        given.setdefault("tasks", {TEXT: None})
+        if text is not None:
+            if TEXT not in given["tasks"]:
+                raise ValueError("--text is what the task text is made of; add text to --task, or leave it out")
+            given["tasks"][TEXT] = {"folder": str(text)}
+        settings = GridSettings.from_dict({**given, "interventions": ways})
+    else:
+        if given or text is not None:
+            raise ValueError(
+                f"--preset, --arms, --seeds, --task and --text are what {file} says; leave them out, or it"
+            )
+        settings = load_grid(file)
+        settings = settings if ways is None else settings.with_interventions(ways)
+    system = {"device": device, "runs_per_device": runs_per_device}
+    changes: dict[str, Any] = {name: value for name, value in system.items() if value is not None}
+    return dataclasses.replace(settings, system=dataclasses.replace(settings.system, **changes))
 
 
 def _with_off(names: Sequence[str]) -> tuple[str, ...]:

@@ -66,6 +66,12 @@ class CompareSettings:
         """Evaluated lengths in tokens."""
         return [multiple * self.train.training_length for multiple in self.multiples]
 
+    def plan(self) -> list[tuple[str, str, int, int, int]]:
+        """Task, arm, seed, steps and tokens of every run, in the order in which they start."""
+        return [
+            ("text", arm, seed, self.train.steps, self.train.tokens) for seed in range(self.seeds) for arm in self.arms
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values as JSON holds them."""
         values = dataclasses.asdict(self)

@@ -90,8 +90,12 @@ class FrequentWords:
 
     @property
     def chance(self) -> float:
-        """See `_chance_of_a_place`."""
-        return _chance_of_a_place(self.counts[: self.top].tolist(), self.length - self.top)
+        """How often the word at a drawn place of the row is right, places of words that are answered already left out:
+        what a memory has that keeps some word of the row and does not count.
+        """
+        counts = self.counts[: self.top]
+        left = self.length - self.top - np.cumsum([0, *counts[:-1]])
+        return float(np.mean(counts / left))
 
     def batch(self, *, seed: int, step: int, batch_size: int) -> TokenBatch:
         """See `RecallTask.batch`."""
@@ -156,8 +160,30 @@ class CommonWords:
 
     @property
     def chance(self) -> float:
-        """See `_chance_of_a_place`."""
-        return _chance_of_a_place([self.often] * self.common, self.length - self.common)
+        """Of the best player who knows in which order the words of the row first stand, and does not count. The answers
+        follow that order, so the likeliest word is the first of the row, and behind an answer the next new one.
+
+        In a random order the next new word is each of those that are still to come with a chance proportional to how
+        often it stands.
+        """
+        others = self._others - 1  # that stand `seldom` times; the last one perhaps less often
+        last = self._rest - self.seldom * others
+        # The share of rows in which so many of the others, and the last one or not, came before the latest answer.
+        share = np.zeros((others + 1, 2))
+        share[0, 0] = 1.0
+        right = 0.0
+        for answered in range(self.common):
+            # Tokens of words that are still to come: common ones, and all.
+            wanted = self.often * (self.common - answered)
+            left = wanted + self.seldom * np.arange(others, -1, -1)[:, None] + last * np.array([1, 0])
+            right += float((share * wanted / left).sum())
+            # Where it is another word, the one behind that is the next, until it is a common one.
+            for came in range(others + 1):
+                if came > 0:
+                    share[came] += share[came - 1] * self.seldom * (others - came + 1) / left[came - 1]
+                share[came, 1] += share[came, 0] * last / left[came, 0]
+            share *= wanted / left
+        return right / self.common
 
     def batch(self, *, seed: int, step: int, batch_size: int) -> TokenBatch:
         """See `RecallTask.batch`."""
@@ -182,18 +208,6 @@ class CommonWords:
     @property
     def _others(self) -> int:
         return math.ceil(self._rest / self.seldom)
-
-
-def _chance_of_a_place(counts: list[int], tokens: int) -> float:
-    """How often the word at a drawn place of the row is right, places of words that are answered already left out:
-    what a memory has that keeps some word of the row and does not count.
-
-    Args:
-        counts: how often the words that are asked stand in the row, in the order of the answers.
-        tokens: of the row in front of the question.
-    """
-    left = tokens - np.cumsum([0, *counts[:-1]])
-    return float(np.mean(counts / left))
 
 
 def _asked(text: NDArray[np.int64], answers: NDArray[np.int64]) -> TokenBatch:

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -111,6 +111,22 @@ def read_tokenizer(path: str | os.PathLike[str]) -> TokenizerFile:
     found = TokenizerFile(file.read_bytes(), str(file), eos)
     found.load()
     return found
+
+
+def find_tokenizer(name: str, read_other: Callable[[str], tuple[bytes, str | None]]) -> TokenizerFile:
+    """The tokenizer of a name: a tokenizer.json, a folder with one, or whatever else `read_other` reads.
+
+    Args:
+        name: as given.
+        read_other: gives the JSON and the token that ends a text; this room knows nothing of transformers.
+
+    Raises:
+        ValueError: there is no such file, it is not a tokenizer, or as `read_other` says.
+    """
+    if name.endswith(".json") or any(path.is_file() for path in (Path(name), Path(name, TOKENIZER_FILE))):
+        return read_tokenizer(name)
+    data, eos = read_other(name)
+    return TokenizerFile(data, name, eos)
 
 
 def prepare_shards(

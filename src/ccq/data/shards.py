@@ -285,6 +285,15 @@ class TokenFolder:
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{self.tokenizer_file} is missing or damaged ({error}); copy it again") from error
 
+    def beginnings(self, tokens: int = 60) -> dict[str, str]:
+        """The text of the first so many tokens of each part that has a document, special tokens included."""
+        tokenizer = self.tokenizer()
+        return {
+            part.name: tokenizer.decode(part.document(0)[:tokens].tolist(), skip_special_tokens=False)
+            for part in self._parts
+            if part.documents
+        }
+
     def files(self) -> list[Path]:
         """Every file with a checksum."""
         return [self.tokenizer_file, *(path for part in self._parts for path, _ in _checksums(part))]

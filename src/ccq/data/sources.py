@@ -162,6 +162,28 @@ def dataset_source(
     return Source(description, pieces)
 
 
+def choose_source(
+    *,
+    files: Sequence[str] | None = None,
+    dataset: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    text_field: str = "text",
+) -> Source:
+    """`file_source` or `dataset_source`, whichever is given, else `embedded_source`.
+
+    Raises:
+        ValueError: config, split or revision without a data set, or as these functions say.
+        ConnectionError: the hub cannot be reached.
+    """
+    if dataset is not None:
+        return dataset_source(dataset, config=config, split=split, revision=revision, text_field=text_field)
+    if (config, split, revision) != (None, "train", None):
+        raise ValueError("--config, --split and --revision are of a --dataset; leave them out")
+    return embedded_source() if files is None else file_source(files, text_field=text_field)
+
+
 @dataclass(frozen=True)
 class _TextRows:
     text: str

@@ -136,6 +136,7 @@ def load(
     *,
     device: str | None = None,
     dtype: str | None = None,
+    gates: Path | None = None,
     read: str | None = None,
     gate_values: Path | None = None,
     bos: bool | None = None,
@@ -148,13 +149,15 @@ def load(
             transformers.
         device: default cuda if torch finds a GPU, else cpu.
         dtype: of the weights; default bfloat16 on a GPU, float32 on a CPU.
+        gates: see `ccq.models.auto_model.read_auto_model`.
         read, gate_values: see `ccq.models.intervention.switch_read`.
         bos: put the tokenizer's first token before every text; None does what the tokenizer does by itself.
         processes: that load it too, each for itself, and share its work; None for this one alone.
 
     Raises:
         ValueError: there is no such model, or it has no read step that this could be done to, or no first token to be
-            set.
+            set, or the gates do not fit.
+        FileNotFoundError: there is no such file of gates.
     """
     from ccq.models.auto_model import read_auto_model
     from ccq.models.intervention import switch_read
@@ -164,7 +167,7 @@ def load(
     accepted = ("float32", "bfloat16", "float16")
     if dtype not in accepted:
         raise ValueError(f"dtype is {dtype!r}; accepted are {', '.join(accepted)}")
-    model, tokenizer = read_auto_model(name, dtype=getattr(torch, dtype), device=device)
+    model, tokenizer = read_auto_model(name, dtype=getattr(torch, dtype), device=device, gates=gates)
     read = switch_read(model, name, read, gate_values)
     first = tokenizer.bos_token_id
     if bos and first is None:

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,7 +93,7 @@ def attach(model: ModelT, *, train: str = "all", gates: str | os.PathLike[str] |
         raise TypeError(f"model must be {_ACCEPTED}; got {type(model).__name__}")
     if read_steps(model):
         raise ValueError("the model has a read step already; there is nothing to attach")
-    stored = None if gates is None else _read_gates(gates)
+    stored = None if gates is None else read_gates(gates)
     if isinstance(model, CCQPreTrainedModel):
         _attach_to_own(model)
     else:
@@ -146,6 +146,15 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def are_gates(names: Iterable[str]) -> bool:
     """Whether gates of a read step are among the parameters of these names."""
     return any(_GATE_NAME.search(name) for name in names)
+
+
+def has_gates_file(folder: Path) -> bool:
+    """Whether a file of `save_gates`, of any name, lies in the folder of a model."""
+    for path in folder.glob("*.safetensors"):
+        with _opened(path) as file:
+            if (file.metadata() or {}).get("format") == GATES_FORMAT:
+                return True
+    return False
 
 
 def _is_attached(model: nn.Module) -> bool:
@@ -210,25 +219,50 @@ def _gate_parameters(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     return {(int(match[1]), match[2]): parameter for match, parameter in matches if match is not None}
 
 
-def _read_gates(path: str | os.PathLike[str]) -> dict[tuple[int, str], Tensor]:
-    """The gates in a file of `save_gates` or in a model's folder, by number of the layer and name."""
+def read_gates(path: str | os.PathLike[str]) -> dict[tuple[int, str], Tensor]:
+    """The gates in a file of `save_gates` or in a model's folder, by number of the layer and name.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none, the file is something else, or files of the folder disagree.
+    """
     if Path(path).is_dir():
-        named = dict(_gates_in_folder(Path(path)))
+        found = _gates_in_folder(Path(path))
     else:
         expected = "a file written by save_gates, or a folder of save_pretrained"
         named, _ = read_safetensors(path, GATES_FORMAT, expected)
-    found = {(int(match[1]), match[2]): x for name, x in named.items() if (match := _GATE_NAME.search(name))}
+        found = {(int(match[1]), match[2]): x for name, x in named.items() if (match := _GATE_NAME.search(name))}
     if not found:
         raise ValueError(f"{path} holds no gates of a read step; save them with save_gates or save_pretrained")
     return found
 
 
-def _gates_in_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _gates_in_folder(folder: Path) -> dict[tuple[int, str], Tensor]:
+    """Those of all its files, which may hold the same ones twice, but none with two values."""
+    found: dict[tuple[int, str], tuple[Path, Tensor]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safetensors.safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                if _GATE_NAME.search(name):
-                    yield name, file.get_tensor(name)
+                match = _GATE_NAME.search(name)
+                if match is None:
+                    continue
+                layer, x = int(match[1]), file.get_tensor(name)
+                other, known = found.setdefault((layer, match[2]), (path, x))
+                if known.dtype != x.dtype or not torch.equal(known, x):
+                    raise ValueError(
+                        f"{other} and {path.name} hold different values of {match[2]} of layer {layer}; name the file "
+                        "of save_gates that is meant, or move the other one out of the folder"
+                    )
+    return {key: x for key, (_, x) in found.items()}
+
+
+def _opened(path: Path) -> Any:
+    """The file for `with`."""
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged or is not a safetensors file ({error}); write it again, or move it out of the folder"
+        ) from error
 
 
 @torch.no_grad()

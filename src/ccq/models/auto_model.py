@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from ccq.models.attach import are_gates, attach
+from ccq.models.attach import are_gates, attach, has_gates_file, read_gates
 from ccq.models.auto_tokenizer import load_auto_tokenizer
+from ccq.models.intervention import read_steps
 
 
 def read_auto_model(
-    name: str, *, dtype: torch.dtype, device: str | torch.device
+    name: str, *, dtype: torch.dtype, device: str | torch.device, gates: str | os.PathLike[str] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode and its tokenizer, from a folder or the Hugging Face hub. Where gates of `ccq.attach` were
-    saved with its weights, the read step is attached with them, in their own dtype.
+    """A model in eval mode and its tokenizer, from a folder or the Hugging Face hub. Where gates of `ccq.attach` lie
+    with it, the read step is attached with them, in their own dtype.
+
+    Args:
+        name: the folder or the name of the hub.
+        dtype, device: of the model.
+        gates: a file of `save_gates`, or a folder of `save_pretrained`; default: those in the folder of the model,
+            among its weights or in a file of `save_gates` beside them.
 
     Raises:
         ValueError: there is no such model or tokenizer, the hub cannot be reached, or the weights or gates do not fit.
+        FileNotFoundError: there is no such file of gates.
     """
     try:
         tokenizer = load_auto_tokenizer(name)
@@ -29,12 +39,26 @@ def read_auto_model(
         raise ValueError(
             f"model {name!r}: {reason} Give a folder with a model and its tokenizer, or a name of the hub"
         ) from error
-    if are_gates(found["unexpected_keys"]):
-        # transformers' classes know nothing of read steps: they have left the gates behind, and said so.
-        config_file = cached_file(name, "config.json", local_files_only=True)
-        assert config_file is not None
-        try:
-            attach(model, gates=Path(config_file).parent)
-        except (ImportError, TypeError, ValueError) as error:
-            raise ValueError(f"model {name!r} has the gates of an attached read step, but {error}") from error
+    _attach_stored(model, name, gates, found["unexpected_keys"])
     return model.to(device).eval(), tokenizer
+
+
+def _attach_stored(
+    model: PreTrainedModel, name: str, gates: str | os.PathLike[str] | None, unexpected: Iterable[str]
+) -> None:
+    """Attach the read step where there are gates for it; see `read_auto_model`."""
+    config_file = cached_file(name, "config.json", local_files_only=True)
+    assert config_file is not None
+    folder = Path(config_file).parent
+    # transformers' classes know nothing of read steps: they have left gates behind, and said so.
+    has_gates = gates is None and (are_gates(unexpected) or has_gates_file(folder))
+    try:
+        if gates is not None:
+            attach(model, gates=gates)
+        elif has_gates and read_steps(model):
+            read_gates(folder)  # refuses a file beside the weights that disagrees with them
+        elif has_gates:
+            attach(model, gates=folder)
+    except (ImportError, TypeError, ValueError) as error:
+        which = "has the gates of an attached read step" if gates is None else f"is to have the gates in {gates}"
+        raise ValueError(f"model {name!r} {which}, but {error}") from error

@@ -228,6 +228,11 @@ class GateValues:
         return [*self.shuffled(intervention.seed)]
 
 
+def gate_values_file(name: str, given: str | os.PathLike[str] | None = None) -> Path:
+    """The file of the values of a model's gate: `given`, or else the one in its folder."""
+    return Path(name, GATE_VALUES_FILE) if given is None else Path(given)
+
+
 def save_gate_values(values: GateValues, path: str | os.PathLike[str]) -> None:
     """Write them to one safetensors file, whole or not at all."""
     tensors = {f"layers.{i}": layer.contiguous() for i, layer in enumerate(values.layers)}
@@ -414,7 +419,7 @@ def switch_read(
             )
         values = None
     else:
-        path = Path(name, GATE_VALUES_FILE) if gate_values is None else Path(gate_values)
+        path = gate_values_file(name, gate_values)
         if not path.is_file():
             raise ValueError(
                 f"gate={intervention.gate} needs the values that the gate has on a text, but {path} does not exist; "

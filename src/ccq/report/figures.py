@@ -44,14 +44,23 @@ if TYPE_CHECKING:
     from ccq.evals.results import CompareResults, GateHistogram, RunResult, TrainingPoint
 
 # Light and dark form of each hue, told apart in the common colour-vision deficiencies (blue, orange, green, purple of
-# different lightness).
+# different lightness; those after the grey are at least 10 in CIELAB from all others and from the hues of reads, with
+# and without a deficiency, which matplotlib's tab20 and tab20b are not). The models of `ccq models` have fewer
+# backbones; the lengths of the two lists have no common factor, so that hue and marker together differ for 55.
 _HUES = (
     ("#7eb0de", "#0f4c8a"),
     ("#eba45c", "#a34a00"),
     ("#6cc3a0", "#00664b"),
     ("#c29bd6", "#652a86"),
     ("#b3b3b3", "#3d3d3d"),
+    ("#e169ff", "#1e0087"),
+    ("#d2a578", "#782d00"),
+    ("#ff6987", "#a55a78"),
+    ("#78c300", "#78782d"),
+    ("#2db43c", "#2d4b2d"),
+    ("#a5b4ff", "#001eb4"),
 )
+_MARKERS = "os^Dv"
 _KNOWN_BACKBONES = ("gla", "gated-deltanet")
 # Further reads of a backbone: form for lines and form for text of each hue. The hues differ in lightness too, for the
 # colour-vision deficiencies; the lengths of the three lists have no common factor, so that hue and marker together
@@ -141,8 +150,8 @@ def arm_styles(arms: Sequence[str]) -> dict[str, ArmStyle]:
     turns = itertools.count()
     for arm in arms:
         backbone = backbone_of(arm)
-        light, dark = _HUES[backbones.index(backbone) % len(_HUES)]
-        marker = "os^Dv"[backbones.index(backbone) % 5]
+        number = backbones.index(backbone)
+        (light, dark), marker = _HUES[number % len(_HUES)], _MARKERS[number % len(_MARKERS)]
         if arm == backbone:
             styles[arm] = ArmStyle(light, dark, (0, (4, 2)), marker, False)
         elif arm == first_reads[backbone]:
