@@ -136,6 +136,22 @@ def test_padding(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(found[output][part], value[part]), output
 
 
+@pytest.mark.parametrize("normalize", [False, "queries"])
+@by_dtype
+@by_name
+def test_unit_keys_are_read_where_they_are(name: str, dtype: torch.dtype, normalize: bool | str) -> None:
+    case = make_case(2, 320, 64)
+    case["k"] = l2_normalize(case["k"]).bfloat16().double()
+    want = ("query", "correction", "second_moment", "total")
+    found = check(name, case, dtype, want, normalize=normalize)
+    # Packed, the same sequences are copied.
+    packed = case | {x: case[x].flatten(0, 1)[None] for x in ("q", "k", "gate")}
+    boundaries = torch.tensor([0, 320, 640], device="cuda")
+    copied = run(name, packed, dtype, "triton", want, normalize=normalize, cu_seqlens=boundaries)
+    for output, value in found.items():
+        assert torch.equal(copied[output].view(value.shape), value), output
+
+
 @pytest.mark.parametrize("normalize", [False, "keys", "queries"])
 @by_name
 def test_lengths_of_q_and_k(name: str, normalize: bool | str) -> None:

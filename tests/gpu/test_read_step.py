@@ -26,6 +26,8 @@ from torch import Tensor
 from ccq.ops.query import KeyStatistics, curvature_conditioned_query, l2_normalize, update_and_read_
 
 pytest.importorskip("triton")
+from ccq.ops.query import kernels
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,6 +97,25 @@ def test_statistics_and_their_gradients(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_uncentred_and_raw(dtype: torch.dtype, centred: bool, normalize: bool | str) -> None:
     check_all(make_case(2, 200, 2, 64), dtype, centred=centred, normalize=normalize)
+
+
+@pytest.mark.parametrize("normalize", ["queries", False])
+@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_unit_keys_are_read_where_they_are(
+    dtype: torch.dtype, size: int, normalize: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same kernels for both: others, which take dense rows only, add up in another order.
+    monkeypatch.setattr(kernels, "copies_apart", lambda *_: False)
+    case = make_case(2, 640, 2, size)
+    case = case._replace(k=l2_normalize(case.k))
+    found = check_all(case, dtype, normalize=normalize)
+    # Packed, the same sequences are copied.
+    packed = case._replace(**{name: getattr(case, name).flatten(0, 1)[None] for name in ("q", "k", "gate")})
+    boundaries = torch.tensor([0, 640, 1280])
+    copied = run(packed.to(dtype), backend="triton", device="cuda", normalize=normalize, cu_seqlens=boundaries)
+    for name, value in found.items():
+        assert torch.equal(copied[name].view(value.shape), value), name
 
 
 @pytest.mark.parametrize("boundaries", [[0, 0, 16], [0, 5, 5, 70, 71, 400, 400], [0], [0, 0], [0, 1]], ids=str)

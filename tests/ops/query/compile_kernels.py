@@ -2,8 +2,9 @@
 
     python tests/ops/query/compile_kernels.py MAJOR MINOR
 
-prints a JSON list of [kernel, dtype, bytes] for D = 256. A process of its own, because Triton's interpreter, which the
-tests run in, makes kernels that cannot be compiled.
+prints a JSON list of [kernel, dtype, bytes] for D = 256: for keys that are normalised and copied, and for keys that are
+read where they are. A process of its own, because Triton's interpreter, which the tests run in, makes kernels that
+cannot be compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ccq.ops.query import kernels
 
 SIZE = 256
 INTEGERS = ("begin", "end", "owner", "block_start", "chunk_start", "count")
-ROWS = ("x", "unit", "query", "q", "dy", "dq", "weighted", "dk")
+ROWS = ("x", "unit", "blocked", "query", "q", "dy", "dq", "weighted", "dk")
 
 
 def compiled_memory(
@@ -57,18 +58,26 @@ def main() -> None:
         types |= {"x_groups": group, "weighted_groups": group, "covariances": state, "spreads": state}
         scanned = types | dict.fromkeys(("x", "weighted"), tiles(config.scan_group, config.tile))
         scanned |= {"spreads": f"*{number}"}
+        moments = types | {"covariances": f"*{number}"}
         common = {"H": 6, "D": SIZE, "BD": SIZE, "BT": config.block, "C": config.chunk, "CENTRED": True}
         common |= {"ALIGNED": True, "BULK": config.bulk, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
-        wide = common | {"BN": config.group, "BK": config.part, "NORMALIZE": True}
         scan = common | {"BN": config.scan_group, "BS": config.tile, "S": SIZE // config.tile}
         scan |= {"TOTALS_ONLY": False, "INITIAL": True, "FINAL": True}
-        reads = [wide | {"GRADIENTS": which, "CORRECTION": False, "EPS": 1e-6} for which in (False, True)]
+        keys = common | {"BR": config.row_rows, "STAGES": config.row_stages, "EPS": 1e-6, "SUMS": True}
+        scans = config.scan_warps, config.scan_stages
         read, gradient = (config.read_warps, config.read_stages), (config.gradient_warps, config.gradient_stages)
-        cases = (
-            *((kernels._covariance_kernel, constants, types, *read) for constants in reads),
-            (kernels._key_gradients_kernel, wide | {"S": SIZE // config.tile}, types, *gradient),
-            (kernels._scan_gradients_kernel, scan, scanned, config.scan_warps, config.scan_stages),
-        )
+        cases = [(kernels._scan_gradients_kernel, scan, scanned, *scans)]
+        for aligned in (False, True):
+            copied = keys | {"COPY": not aligned, "NORMALIZE": not aligned}
+            wide = common | {"BN": config.group, "BK": config.part, "KEYS_ALIGNED": aligned}
+            reads = wide | {"NORMALIZE": True, "CORRECTION": False, "EPS": 1e-6}
+            pushes = wide | {"NORMALIZE": not aligned, "S": SIZE // config.tile}
+            cases += (
+                (kernels._to_blocks_kernel, copied, types, config.row_warps, 1),
+                (kernels._scan_moments_kernel, scan | {"KEYS_ALIGNED": aligned}, moments, *scans),
+                *((kernels._covariance_kernel, reads | {"GRADIENTS": which}, types, *read) for which in (False, True)),
+                (kernels._key_gradients_kernel, pushes, types, *gradient),
+            )
         for kernel, constants, kinds, warps, stages in cases:
             size = compiled_memory(kernel, constants, kinds, warps, stages, 10 * capability[0] + capability[1])
             found.append([kernel.__name__, str(dtype), size])

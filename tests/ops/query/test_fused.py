@@ -37,6 +37,7 @@ FLOOR = 1e-6
 """Absolute error allowed where the exact value is zero."""
 CONFIGURATION = kernels.configuration
 SMALL = dict(block=32, group=16, chunk=64, tile=16, part=16, scan_group=16, row_rows=8)
+SMALLER = SMALL | {"block": 16, "chunk": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +117,99 @@ def test_every_gradient_from_every_output(want: tuple[str, ...]) -> None:
 )
 def test_uncentred_and_raw(centred: bool, normalize: bool | str) -> None:
     check(make_case(1, 35, 1, 16), centred=centred, normalize=normalize)
+
+
+def passes_over_rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list to which each pass that copies rows into blocks will add "copy", and each that only sums them "sum"."""
+    passes: list[str] = []
+    launch = kernels.Launcher.run
+
+    def note(self: Any, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if kernel is kernels._to_blocks_kernel and not self.compile_only:
+            passes.append("copy" if constants["COPY"] else "sum")
+        launch(self, kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(kernels.Launcher, "run", note)
+    return passes
+
+
+def off_the_grid(x: Tensor) -> Tensor:
+    """The same numbers at an address that 16 does not divide."""
+    moved = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    assert moved.is_contiguous() and moved.data_ptr() % 16
+    return moved
+
+
+def everything(case: Case, **options: Any) -> list[Tensor]:
+    """Outputs, and the gradients of a fixed function of all of them, flat; inputs stay at their addresses."""
+    leaves = [x.detach().requires_grad_() for x in (*case[:3], *case.statistics[:2])]
+    result = curvature_conditioned_query(
+        *leaves[:3], statistics=KeyStatistics(*leaves[3:], case.statistics.count), return_correction=True,
+        backend="triton", **options,
+    )  # fmt: skip
+    outputs = [result.query, result.correction, *result.statistics[:2]]
+    random = torch.Generator(DEVICE).manual_seed(1)
+    loss = sum(
+        (x.flatten().double() * torch.randn(x.numel(), generator=random, dtype=torch.float64, device=DEVICE)).sum()
+        for x in outputs
+    )
+    return [x.detach().flatten() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize(("size", "centred", "normalize"), [(16, True, "queries"), (32, False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_keys_are_read_where_they_are_as_from_a_copy(
+    dtype: torch.dtype, size: int, centred: bool, normalize: bool | str, small_blocks: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    small_blocks(**SMALLER)
+    passes = passes_over_rows(monkeypatch)
+    rows, tokens = 2, 48
+    case = make_case(rows, tokens, 2, size).to(dtype)
+    case = Case(*(x.to(DEVICE) for x in case[:3]), KeyStatistics(*(x.to(DEVICE) for x in case.statistics)))
+    options = {"centred": centred, "normalize": normalize}
+    expected = everything(case, **options)
+    # Forward the sums of blocks alone, backward nothing.
+    assert passes == ["sum"]
+    packed = case._replace(**{name: getattr(case, name).flatten(0, 1)[None] for name in ("q", "k", "gate")})
+    boundaries = torch.arange(rows + 1, device=DEVICE) * tokens
+    # The queries and their gradient are copied as well.
+    ways: list[tuple[int, Case, dict[str, Tensor]]] = [
+        (4, packed, {"cu_seqlens": boundaries}),
+        (4, case, {"mask": torch.ones(rows, tokens, device=DEVICE)}),
+    ]
+    if DEVICE == "cpu":  # a GPU loads fewer numbers at once from such addresses, and so adds up in another order
+        ways.append((2, case._replace(k=off_the_grid(case.k)), {}))
+    for copying, given, more in ways:
+        passes.clear()
+        found = everything(given, **options, **more)
+        assert passes == ["copy"] * copying
+        for x, right in zip(found, expected, strict=True):
+            assert right.any() and torch.equal(x, right)
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize(
+    ("size", "normalize"), [(16, "queries"), (32, False), (64, "queries"), (128, False), (256, "queries")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_unit_keys_are_read_where_they_are(
+    dtype: torch.dtype, size: int, normalize: str | bool, small_blocks: Callable[..., None]
+) -> None:
+    small_blocks(**SMALLER | {"tile": min(size, 64), "part": min(size, 64)})
+    case = make_case(2, 48, 2, size)
+    given = case._replace(k=l2_normalize(case.k)).to(dtype)
+    config = kernels.configuration(dtype, size, torch.device(DEVICE))
+    plan = kernels.make_plan(2, 48, None, None, config, torch.device(DEVICE))
+    assert kernels.Launcher(given.q, plan, config, bool(normalize), False, True).is_aligned(given.k)
+    actual = run(given, backend="triton", device=DEVICE, normalize=normalize)
+    exact = run(given.to(torch.float64), backend="reference", normalize=normalize)
+    assert torch.equal(actual.pop("count"), exact.pop("count"))
+    assert actual.keys() == exact.keys()
+    allowed = TOLERANCE if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for name, value in actual.items():
+        assert_close(name, value, exact[name], allowed, floor=FLOOR)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ process of its own, because Triton's interpreter, which the tests run in, makes 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -62,12 +63,11 @@ def compile_all(dtype: torch.dtype, size: int) -> None:
     config = kernels.configuration(dtype, size, q.device)
     plan = read_step.make_plan(1, 128, None, None, config, q.device)
     steps = steps_needed(1.0, torch.finfo(dtype).eps)
-    for name, function in {
-        "polynomial": kernels.Function((1.0,) * 3, 0),
-        "solution": kernels.Function((), steps),
-    }.items():
+    functions = {"polynomial": kernels.Function((1.0,) * 3, 0), "solution": kernels.Function((), steps)}
+    # Keys that are not normalised are read where they are.
+    for (name, function), unit_keys in itertools.product(functions.items(), (True, False)):
         Compiler.function = name
-        options = {"unit_queries": True, "unit_keys": True}
+        options = {"unit_queries": True, "unit_keys": unit_keys}
         done = kernels.forward(
             q, q, gate, None, total, count, plan, config, function, return_correction=False, wide=False, **options
         )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.helpers import assert_close, relative_error
+from tests.ops.query.test_fused import passes_over_rows
 from torch import Tensor, library
 
 from ccq.ops.query import KeyStatistics, fused, l2_normalize
@@ -160,6 +161,31 @@ def test_lengths_of_q_and_k(name: str, normalize: bool | str) -> None:
     # Sigma below 1, for which the series and the number of steps are right.
     case = case._replace(k=case.k / case.k.norm(dim=-1).max()) if normalize in (False, "queries") else case
     check(name, case, normalize=normalize)
+
+
+@pytest.mark.parametrize("normalize", ["queries", False])
+@by_kernel
+def test_keys_are_read_where_they_are_as_from_a_copy(
+    name: str, normalize: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = passes_over_rows(monkeypatch)
+    rows, tokens = 2, 48
+    case = make_case(rows, tokens, 2, 16)
+    case = case._replace(k=l2_normalize(case.k))
+    want = ("change", "correction", "second_moment", "total")
+    expected = check(name, case, normalize=normalize, want=want)
+    # Forward the sums of blocks alone, backward nothing.
+    assert passes == ["sum"]
+    passes.clear()
+    packed = case._replace(**{which: getattr(case, which).flatten(0, 1)[None] for which in ("q", "k", "gate")})
+    boundaries = torch.arange(rows + 1, dtype=torch.int32) * tokens
+    found = run(
+        name, packed.to(torch.float32), backend="triton", device=DEVICE, normalize=normalize, want=want,
+        cu_seqlens=boundaries,
+    )  # fmt: skip
+    assert passes == ["copy"] * 2
+    for output, value in expected.items():
+        assert torch.equal(found[output].view(value.shape), value), output
 
 
 @by_kernel

@@ -5,7 +5,7 @@ chunk, S tiles of a state a side (of BS columns). i reads, j is read.
 
 The mathematics is that of `chunked.py`; what differs is how sums travel between programs.
 
-Forward. `_unit_keys` normalises k and sums each block; `_scan_vectors` adds these sums up to m before each block.
+Forward. `_to_blocks` normalises k and sums each block; `_scan_vectors` adds these sums up to m before each block.
 `_scan_moments` walks over the sequence, one program for each tile of the upper triangle, adds up M in float32
 registers, and writes at each chunk the covariance of everything before it, Sigma_0 = M / t0 - (m / t0)(m / t0)^T:
 centred before it is rounded, because M and m m^T / t0 nearly cancel when keys share a mean, and divided by t0 so that
@@ -26,9 +26,12 @@ with k centred before W, which is rounded, meets it.
 
 What several programs read lies in blocks: [H, blocks, BT, BD], one after the other along each sequence, with zeros
 behind its last token and past column D. So the large products load without masks, and where the card can (BULK) by
-tensor descriptors. Rows are copied into that form unless they lie so already (`is_aligned`).
+tensor descriptors. Rows are copied into that form unless they can be read where they are (`Launcher.is_aligned`). Keys
+that can and are not to be normalised are passed over for the sums of blocks alone, and backward not at all.
 
 Nothing is added atomically and no result depends on the order in which programs run. Addresses are 64-bit.
+
+Where `copies_apart` holds, `_covariance` and `_key_gradients` are those of `hopper.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -125,6 +129,15 @@ def _tile(
 
 
 @triton.jit
+def _origin(first, place, h, H: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr):
+    """Row and column at which rows of head h begin: where token `first` is (ALIGNED), or at row `place` of blocks."""
+    if ALIGNED:
+        return first, h * D
+    else:
+        return place, 0
+
+
+@triton.jit
 def _load_part(pointer, side, left, ROWS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
     """[ROWS, WIDTH] of one head, from the row at `pointer` and column `side` on; zeros past `left` rows and past D."""
     row, column = tl.arange(0, ROWS), side + tl.arange(0, WIDTH)
@@ -183,10 +196,13 @@ def _to_blocks_kernel(
     BR: tl.constexpr,
     STAGES: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    COPY: tl.constexpr,
     SUMS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Copies the rows of a block, normalised or not; with SUMS also their reciprocal lengths and their sum."""
+    """Copies (COPY) the rows of a block, normalised (NORMALIZE, which stores their reciprocal lengths) or not, and sums
+    them (SUMS).
+    """
     h = tl.program_id(0) % H
     block = tl.program_id(0).to(tl.int64) // H
     n = tl.load(owner + block)
@@ -202,7 +218,8 @@ def _to_blocks_kernel(
             b_r = tl.rsqrt(tl.sum(b_f * b_f, 1) + EPS)
             tl.store(reciprocal + base + row * H, b_r, mask=row < left)
             b_x = (b_f * b_r[:, None]).to(blocked.dtype.element_ty)
-        _store_block(blocked + ((h * blocks.to(tl.int64) + block) * BT + r) * BD, b_x, BR, BD)
+        if COPY:
+            _store_block(blocked + ((h * blocks.to(tl.int64) + block) * BT + r) * BD, b_x, BR, BD)
         # The sum of the rounded keys: it must be the mean of what the products see.
         b_sum += b_x.to(tl.float32)
     if SUMS:
@@ -245,11 +262,12 @@ def _scan_vectors_kernel(
 
 @triton.jit
 def _add_moments(
-    unit, at, i, j, acc, BD: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr
+    unit, at, side, i, j, acc, STRIDE: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """acc + the sum of k_row k_column^T over the group of keys at row `at`, for tile (i, j)."""
     # Plain loads: bulk copies were a quarter slower here, and a tenth faster in `_add_spreads`.
-    b_i, b_j = _tile(unit, at, i * BS, BD, BN, BS, False), _tile(unit, at, j * BS, BD, BN, BS, False)
+    b_i = _tile(unit, at, side + i * BS, STRIDE, BN, BS, False)
+    b_j = _tile(unit, at, side + j * BS, STRIDE, BN, BS, False)
     return tl.dot(tl.trans(b_i), b_j, acc, input_precision=PRECISION)
 
 
@@ -277,13 +295,14 @@ def _scan_moments_kernel(
     BS: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     CENTRED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
     TOTALS_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of M along one segment of a sequence.
+    """One tile of M along one segment of a sequence. `unit` are keys in blocks, or keys as they are (KEYS_ALIGNED).
 
     TOTALS_ONLY: its sum over the segment, [segments, N, H, pairs, BS, BS]. Otherwise the covariance before each chunk,
     [chunks, H, BD, BD], from the totals of the segments before; the last segment writes M behind the sequence.
@@ -295,9 +314,10 @@ def _scan_moments_kernel(
     segment = tl.program_id(1)
     i, j = _upper_tile(pair, S)
     row, column = i * BS + tl.arange(0, BS), j * BS + tl.arange(0, BS)
-    _, length = _sequence(begin, end, n)
+    first, length = _sequence(begin, end, n)
     begun = tl.load(block_start + n)
-    at = (h * blocks.to(tl.int64) + begun) * BT
+    at, side = _origin(first, (h * blocks.to(tl.int64) + begun) * BT, h, H, D, KEYS_ALIGNED)
+    STRIDE: tl.constexpr = H * D if KEYS_ALIGNED else BD
     chunks = tl.cdiv(length, C)
     low = segment * per_segment
     high = tl.minimum(low + per_segment, chunks)
@@ -306,7 +326,7 @@ def _scan_moments_kernel(
     if TOTALS_ONLY:
         acc = tl.zeros((BS, BS), tl.float32)
         for t in range(low * C, tl.minimum(high * C, length), BN):
-            acc = _add_moments(unit, at + t, i, j, acc, BD, BN, BS, PRECISION)
+            acc = _add_moments(unit, at + t, side, i, j, acc, STRIDE, BN, BS, PRECISION)
         where = segment.to(tl.int64) * sequences * H * PAIRS + tile
         tl.store(totals + where * BS * BS + inside_tile, acc)
     else:
@@ -336,7 +356,7 @@ def _scan_moments_kernel(
                 tl.store(here + row[:, None] * BD + column, b_c)
                 if i != j:
                     tl.store(here + column[:, None] * BD + row, tl.trans(b_c))
-            acc = _add_moments(unit, at + t, i, j, acc, BD, BN, BS, PRECISION)
+            acc = _add_moments(unit, at + t, side, i, j, acc, STRIDE, BN, BS, PRECISION)
         if FINAL:  # noqa: SIM102 - known when compiled, the other is not
             if segment == tl.maximum(chunks - 1, 0) // per_segment:
                 tl.store(final + square, acc, mask=fits)
@@ -386,6 +406,7 @@ def _covariance_kernel(
     BN: tl.constexpr,
     C: tl.constexpr,
     ALIGNED: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
     GRADIENTS: tl.constexpr,
@@ -395,7 +416,7 @@ def _covariance_kernel(
     EPS: tl.constexpr,
 ):
     """r = Sigma_i x_i for the rows of one block, and their mean scores. `rows` and `parts` are x in blocks, or x itself
-    where it is ALIGNED.
+    where it is ALIGNED; the same holds for keys, `unit_blocks` and `unit_groups`, and KEYS_ALIGNED.
 
     Forward: x are queries, which NORMALIZE normalises; their reciprocal lengths and query = x - gate r are stored, and
     r itself with CORRECTION.
@@ -421,13 +442,11 @@ def _covariance_kernel(
     seen = tl.load(count + n)
     before = (seen + low).to(tl.float32)
     b_it = 1.0 / tl.where(real, seen + start + row + 1, 1).to(tl.float32)
-    key = (h * blocks.to(tl.int64) + block) * BT
-    at = key
-    side = 0
+    place = (h * blocks.to(tl.int64) + block) * BT
+    at, side = _origin(first + start, place, h, H, D, ALIGNED)
+    key, key_side = _origin(first + start, place, h, H, D, KEYS_ALIGNED)
     STRIDE: tl.constexpr = H * D if ALIGNED else BD
-    if ALIGNED:
-        at = first + start
-        side = h * D
+    KEY_STRIDE: tl.constexpr = H * D if KEYS_ALIGNED else BD
     b_x = _tile(rows, at, side, STRIDE, BT, BD, BULK)
 
     # What needs the rows in registers comes first, before there are sums to keep in them.
@@ -445,7 +464,7 @@ def _covariance_kernel(
         b_c = tl.sum(b_f * tl.load(m, mask=column < D, other=0.0), 1)
 
     # Rows read the keys of their own block up to themselves.
-    b_k = _tile(unit_blocks, key, 0, BD, BT, BD, BULK)
+    b_k = _tile(unit_blocks, key, key_side, KEY_STRIDE, BT, BD, BULK)
     b_s = tl.dot(b_x, tl.trans(b_k), input_precision=PRECISION)
     b_s = tl.where(row[:, None] >= row, b_s, 0.0)
     if CENTRED:
@@ -454,7 +473,7 @@ def _covariance_kernel(
         b_s = tl.where(row[:, None] >= row, b_s - b_a[:, None], 0.0)
     acc = tl.dot(b_s.to(b_k.dtype), b_k, input_precision=PRECISION)
     for earlier in range(low, start, BN):
-        b_ke = _tile(unit_groups, key - start + earlier, 0, BD, BN, BD, BULK)
+        b_ke = _tile(unit_groups, key - start + earlier, key_side, KEY_STRIDE, BN, BD, BULK)
         b_se = tl.dot(b_x, tl.trans(b_ke), input_precision=PRECISION) - b_a[:, None]
         acc = tl.dot(b_se.to(b_ke.dtype), b_ke, acc, input_precision=PRECISION)
     if CENTRED:
@@ -499,7 +518,7 @@ def _covariance_kernel(
             _store_part(dq + base * D, b_dq, side, left, BT, BD // 2, H, D)
             b_q *= b_w[:, None]
             inside = row[:, None] * BD + side + tl.arange(0, BD // 2)
-            tl.store(weighted + key * BD + inside, b_q.to(weighted.dtype.element_ty))
+            tl.store(weighted + place * BD + inside, b_q.to(weighted.dtype.element_ty))
             b_lean = tl.zeros((BD // 2,), tl.float32)
             if CENTRED:
                 b_xh = _load_part(x + base * D, side, left, BT, BD // 2, H, D).to(tl.float32)
@@ -578,12 +597,8 @@ def _scan_gradients_kernel(
     first, length = _sequence(begin, end, n)
     begun = tl.load(block_start + n)
     at = (h * blocks.to(tl.int64) + begun) * BT
-    x_at = at
-    side = 0
+    x_at, side = _origin(first, at, h, H, D, ALIGNED)
     STRIDE: tl.constexpr = H * D if ALIGNED else BD
-    if ALIGNED:
-        x_at = first
-        side = h * D
     chunks = tl.cdiv(length, C)
     low = segment * per_segment
     high = tl.minimum(low + per_segment, chunks)
@@ -670,12 +685,13 @@ def _key_gradients_kernel(
     S: tl.constexpr,
     C: tl.constexpr,
     ALIGNED: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CENTRED: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk of one block. `leans` holds w behind each block."""
+    """dk of one block. `leans` holds w behind each block; x and keys as in `_covariance_kernel`."""
     h = tl.program_id(0) % H
     block = tl.program_id(0).to(tl.int64) // H
     n = tl.load(owner + block)
@@ -690,13 +706,11 @@ def _key_gradients_kernel(
     base, left = (first + start) * H + h, length - start
     row, reader_row, column = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BD)
     seen = tl.load(count + n)
-    key = (h * blocks.to(tl.int64) + block) * BT
-    at = key
-    side = 0
+    place = (h * blocks.to(tl.int64) + block) * BT
+    at, side = _origin(first + start, place, h, H, D, ALIGNED)
+    key, key_side = _origin(first + start, place, h, H, D, KEYS_ALIGNED)
     STRIDE: tl.constexpr = H * D if ALIGNED else BD
-    if ALIGNED:
-        at = first + start
-        side = h * D
+    KEY_STRIDE: tl.constexpr = H * D if KEYS_ALIGNED else BD
 
     m = vectors + ((begun + (c + 1) * (C // BT)) * H + h) * D
     w = leans + ((begun + tl.cdiv(stop, BT) - 1) * H + h) * D
@@ -707,7 +721,7 @@ def _key_gradients_kernel(
     # compiler would join them again without a mask.
     acc = tl.zeros((BT, BD), tl.float32)
     for d in range(0, BD, BK):
-        b_kd = _tile(unit_parts, key, d, BD, BT, BK, BULK)
+        b_kd = _tile(unit_parts, key, key_side + d, KEY_STRIDE, BT, BK, BULK)
         if CENTRED:
             slice = d + tl.arange(0, BK)
             b_kd = b_kd.to(tl.float32) - tl.load(m + slice, mask=slice < D, other=0.0) * b_t
@@ -722,11 +736,11 @@ def _key_gradients_kernel(
             b_v += tl.load(means + ((chunk * H + h) * S + s) * D + column, mask=column < D, other=0.0)
     acc += b_v
 
-    b_k = _tile(unit_blocks, key, 0, BD, BT, BD, BULK)
+    b_k = _tile(unit_blocks, key, key_side, KEY_STRIDE, BT, BD, BULK)
     for reader in range(start, stop, BN):
         source, there = (first + reader + reader_row) * H + h, reader + reader_row < length
         b_x = _tile(x_groups, at - start + reader, side, STRIDE, BN, BD, BULK)
-        b_q = _tile(weighted_groups, key - start + reader, 0, BD, BN, BD, BULK)
+        b_q = _tile(weighted_groups, place - start + reader, 0, BD, BN, BD, BULK)
         b_l = tl.load(strength + source, mask=there, other=0.0).to(tl.float32)
         b_l *= 1.0 / tl.where(there, seen + reader + reader_row + 1, 1).to(tl.float32)
         reads = row[:, None] <= reader - start + reader_row
@@ -735,8 +749,8 @@ def _key_gradients_kernel(
             b_s = tl.zeros((BT, BN), tl.float32)
             b_z = b_s
             for part in tl.static_range(0, BD, BK):
-                b_kp = _tile(unit_parts, key, part, BD, BT, BK, BULK)
-                b_qp = _tile(weighted_groups, key - start + reader, part, BD, BN, BK, BULK)
+                b_kp = _tile(unit_parts, key, key_side + part, KEY_STRIDE, BT, BK, BULK)
+                b_qp = _tile(weighted_groups, place - start + reader, part, BD, BN, BK, BULK)
                 b_xp = _tile(x_groups, at - start + reader, side + part, STRIDE, BN, BK, BULK)
                 b_s += tl.where(reads, tl.dot(b_kp, tl.trans(b_qp), input_precision=PRECISION), 0.0)
                 b_z += tl.where(reads, tl.dot(b_kp, tl.trans(b_xp), input_precision=PRECISION), 0.0)
@@ -757,10 +771,10 @@ def _key_gradients_kernel(
             acc = tl.dot(b_z.to(b_q.dtype), b_q, acc, input_precision=PRECISION)
     # One half of the columns after the other, as above.
     halves = _halves(acc, BT, BD)
-    b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
-    b_d = tl.zeros((BT,), tl.float32)
-    inside = unit + key * BD + row[:, None] * BD + tl.arange(0, BD // 2)
     if NORMALIZE:
+        b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
+        b_d = tl.zeros((BT,), tl.float32)
+        inside = unit + place * BD + row[:, None] * BD + tl.arange(0, BD // 2)
         for half in tl.static_range(2):
             b_d += tl.sum(tl.load(inside + half * (BD // 2)).to(tl.float32) * halves[half], 1)
     for half in tl.static_range(2):
@@ -850,8 +864,9 @@ _SMALL_FLOAT = Configuration(
 
 TABLE: dict[tuple[int, int] | None, tuple[Configuration, Configuration]] = {
     (9, 0): (_HALF, _FLOAT),
-    # Not measured: compiled for these targets and fitted to their shared memory.
-    (10, 0): (_HALF, _FLOAT),
+    # Not measured: compiled for these targets and fitted to their shared memory. For this one Triton 3.7.1 does not
+    # compile `_scan_moments_kernel` with more stages.
+    (10, 0): (_HALF._replace(scan_stages=1), _FLOAT),
     (8, 0): (_HALF._replace(bulk=False), _FLOAT),
     (8, 9): (_SMALL_HALF, _SMALL_FLOAT),
     None: (_SMALL_HALF, _SMALL_FLOAT),
@@ -876,6 +891,32 @@ def configuration(dtype: torch.dtype, size: int, device: torch.device) -> Config
             fits = fits._replace(read_stages=3, gradient_stages=3)
     # Half the columns need no more than half the warps.
     return fits if width > 64 else fits._replace(read_warps=4, gradient_warps=4)
+
+
+GLUON_RELEASE = "3.7."
+"""Of Triton. The interface of Gluon may change with every release, and no other was tried."""
+
+
+def copies_apart(q: Tensor, plan: Plan, config: Configuration, centred: bool) -> bool:
+    """Whether the kernels of `hopper.py`, which have a warp for copies alone, take such a call."""
+    return (
+        q.is_cuda
+        and triton.__version__.startswith(GLUON_RELEASE)
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype == torch.bfloat16
+        and (q.shape[3], config.block, config.chunk) == (256, 64, 256)
+        and centred
+        and plan.full
+        and q.shape[1] % 128 == 0
+        and q.numel() > 0
+    )
+
+
+def _hopper() -> ModuleType:
+    # Other releases may not have what it imports.
+    from ccq.ops.query import hopper
+
+    return hopper
 
 
 def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int, full: bool) -> Plan:
@@ -979,6 +1020,7 @@ class Launcher:
         self.compile_only = False
         self.sequences, self.blocks = plan.begin.shape[0], plan.owner.shape[0]
         self.unit_queries, self.normalize_keys, self.centred = unit_queries, unit_keys, centred
+        self.copies_apart = copies_apart(q, plan, config, centred)
         self.width = max(16, triton.next_power_of_2(self.size))
         self.tiles = self.width // config.tile
         self.pairs = self.tiles * (self.tiles + 1) // 2
@@ -1011,7 +1053,7 @@ class Launcher:
         are compiled at their launch, one after the other.
         """
         variant = (self.device, self.dtype, self.heads, self.size, self.unit_queries, self.normalize_keys, self.centred,
-                   self.config, self.plan.full, self.segments > 1, *variant)  # fmt: skip
+                   self.config, self.plan.full, self.copies_apart, self.segments > 1, *variant)  # fmt: skip
         if variant not in _compiled_variants and not interpreted():
             _compiled_variants.add(variant)
             self.compile_only = True
@@ -1038,28 +1080,50 @@ class Launcher:
         plan = self.plan
         return plan.begin, plan.end, plan.owner, plan.block_start
 
-    def _to_blocks(self, x: Tensor, normalize: bool, reciprocal: Tensor, sums: Tensor | None) -> Tensor:
-        blocked = self.empty_blocks()
+    def is_aligned(self, x: Tensor) -> bool:
+        """Whether products can load the rows of x [B, T, H, D] where they are."""
+        return self.plan.full and self.size == self.width and x.data_ptr() % 16 == 0
+
+    def _as_it_is(self, x: Tensor) -> Rows:
+        return Rows(x.view(self.rows * self.tokens, self.heads * self.size), True)
+
+    def _to_blocks(
+        self, x: Tensor, blocked: Tensor | None, *, normalize: bool, reciprocal: Tensor | None, sums: Tensor | None
+    ) -> None:
+        """Copies the rows of x to `blocked`, sums each block, or both."""
         # A pointer that a kernel does not use must still be one.
+        unused = self.plan.begin
         self.run(
             _to_blocks_kernel, (self.blocks * self.heads,),
-            x, blocked, reciprocal, reciprocal if sums is None else sums, *self.sequences_of_blocks(), self.blocks,
-            **self.shape, BR=self.config.row_rows, STAGES=self.config.row_stages, NORMALIZE=normalize,
+            x, x if blocked is None else blocked, unused if reciprocal is None else reciprocal,
+            unused if sums is None else sums, *self.sequences_of_blocks(), self.blocks, **self.shape,
+            BR=self.config.row_rows, STAGES=self.config.row_stages, NORMALIZE=normalize, COPY=blocked is not None,
             SUMS=sums is not None, EPS=NORM_EPSILON, num_warps=self.config.row_warps,
         )  # fmt: skip
-        return blocked
 
     def to_rows(self, x: Tensor) -> Rows:
         """The rows of x [B, T, H, D], copied where they do not lie as products need them."""
-        if self.plan.full and self.size == self.width and x.data_ptr() % 16 == 0:
-            return Rows(x.view(self.rows * self.tokens, self.heads * self.size), True)
-        return Rows(self._to_blocks(x, False, self.plan.begin, None), False)
+        if self.is_aligned(x):
+            return self._as_it_is(x)
+        blocked = self.empty_blocks()
+        self._to_blocks(x, blocked, normalize=False, reciprocal=None, sums=None)
+        return Rows(blocked, False)
 
-    def unit_keys(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised keys in blocks, their reciprocal lengths, and the sum of each block."""
+    def unit_keys(self, k: Tensor, *, summed: bool) -> tuple[Rows, Tensor, Tensor]:
+        """Normalised keys, their reciprocal lengths, and the sum of each block.
+
+        The lengths are unset without normalisation. Without `summed` the sums may be too: keys that can be read where
+        they are need no kernel then.
+        """
         reciprocal = self.empty(self.rows, self.tokens, self.heads)
         sums = self.empty(self.blocks, self.heads, self.size)
-        return self._to_blocks(k, self.normalize_keys, reciprocal, sums), reciprocal, sums
+        if self.normalize_keys or not self.is_aligned(k):
+            blocked = self.empty_blocks()
+            self._to_blocks(k, blocked, normalize=self.normalize_keys, reciprocal=reciprocal, sums=sums)
+            return Rows(blocked, False), reciprocal, sums
+        if summed:
+            self._to_blocks(k, None, normalize=False, reciprocal=None, sums=sums)
+        return self._as_it_is(k), reciprocal, sums
 
     def scan_vectors(self, sums: Tensor, initial: Tensor, reverse: bool) -> Tensor:
         """Turns the sums of blocks into sums before (behind) each block, in place, and returns the last."""
@@ -1099,14 +1163,17 @@ class Launcher:
         return self.empty(self.plan.chunks * self.heads * self.width, self.width, dtype=self.state_dtype)
 
     def moments(
-        self, unit: Tensor, vectors: Tensor, initial: Tensor | None, count: Tensor, last: bool
+        self, unit: Rows, vectors: Tensor, initial: Tensor | None, count: Tensor, last: bool
     ) -> tuple[Tensor, Tensor]:
         """The covariance before each chunk, and (`last`) M behind each sequence."""
         covariances = self.states()
-        return covariances, self._scan(_scan_moments_kernel, (unit, vectors), (covariances,), initial, count, last)
+        return covariances, self._scan(
+            _scan_moments_kernel, (unit.matrix, vectors), (covariances,), initial, count, last,
+            KEYS_ALIGNED=unit.aligned,
+        )  # fmt: skip
 
     def covariance_times(
-        self, x: Tensor, unit: Tensor, vectors: Tensor, covariances: Tensor, count: Tensor, gate: Tensor,
+        self, x: Tensor, unit: Rows, vectors: Tensor, covariances: Tensor, count: Tensor, gate: Tensor,
         reciprocal: Tensor, *, query: Tensor | None = None, correction: Tensor | None = None,
         gradients: tuple[Tensor, ...] | None = None,
     ) -> tuple[Rows, Tensor]:  # fmt: skip
@@ -1115,17 +1182,24 @@ class Launcher:
         """
         config, rows = self.config, self.to_rows(x)
         mean = self.empty(self.rows, self.tokens, self.heads)
+        written = None if query is None else query.dtype
+        alone = gradients is None or gradients[1] is x
+        if self.copies_apart and rows.aligned and correction is None and written in (None, self.dtype) and alone:
+            _hopper().covariance_times(
+                self, rows, unit, vectors, covariances, count, gate, reciprocal, mean, query=query, gradients=gradients
+            )
+            return rows, mean
         # A pointer that a kernel does not use must still be one.
         self.run(
             _covariance_kernel, (self.blocks * self.heads,),
             self.tiles_of(rows.matrix, config.block, self.width), self.tiles_of(rows.matrix, config.block, config.part),
-            self.tiles_of(unit, config.block, self.width), self.tiles_of(unit, config.group, self.width),
+            self.tiles_of(unit.matrix, config.block, self.width), self.tiles_of(unit.matrix, config.group, self.width),
             self.tiles_of(covariances, config.part, self.width), x, gate, vectors, count,
             x if query is None else query, mean if correction is None else correction, mean, reciprocal,
             *(gradients or (x, x, mean, x, mean, x, mean)),
             *self.sequences_of_blocks(), self.plan.chunk_start, self.blocks, **self.shape, **self.grouped,
-            BK=config.part, ALIGNED=rows.aligned, NORMALIZE=self.unit_queries, GRADIENTS=gradients is not None,
-            CORRECTION=correction is not None, EPS=NORM_EPSILON,
+            BK=config.part, ALIGNED=rows.aligned, KEYS_ALIGNED=unit.aligned, NORMALIZE=self.unit_queries,
+            GRADIENTS=gradients is not None, CORRECTION=correction is not None, EPS=NORM_EPSILON,
             num_warps=config.read_warps, num_stages=config.read_stages,
         )  # fmt: skip
         return rows, mean
@@ -1142,7 +1216,7 @@ def forward(
     launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
 
     def launch_all() -> Forward:
-        unit, _, vectors = launch.unit_keys(k)
+        unit, _, vectors = launch.unit_keys(k, summed=True)
         last = launch.scan_vectors(vectors, total, reverse=False)
         covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
         query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
@@ -1153,7 +1227,8 @@ def forward(
         )
         return Forward(query, moment, Kept(correction, last, reciprocal, vectors, mean))
 
-    return launch.compiled(launch_all, "forward", gate.dtype, second_moment is None, return_correction, wide)
+    variant = (launch.is_aligned(k), gate.dtype, second_moment is None, return_correction, wide)
+    return launch.compiled(launch_all, "forward", *variant)
 
 
 def backward(
@@ -1188,7 +1263,7 @@ def backward_through(
     launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
 
     def launch_all() -> Gradients:
-        unit, key_reciprocal, _ = launch.unit_keys(k)
+        unit, key_reciprocal, _ = launch.unit_keys(k, summed=False)
         covariances, _ = launch.moments(unit, kept.vectors, second_moment, count, last=False)
         dq, dk, d_gate = torch.empty_like(q), torch.empty_like(k), torch.empty_like(kept.reciprocal)
         weighted, leans = launch.empty_blocks(), torch.empty_like(kept.vectors)
@@ -1206,17 +1281,22 @@ def backward_through(
             None if d_moment is None else d_moment + d_moment.mT, count,
             last=state_gradients, ALIGNED=rows.aligned, BULK=launch.bulk,
         )  # fmt: skip
-        launch.run(
-            _key_gradients_kernel, (launch.blocks * launch.heads,),
-            launch.tiles_of(unit, config.block, launch.width), launch.tiles_of(unit, config.block, config.part),
-            launch.tiles_of(rows.matrix, config.group, launch.width),
-            launch.tiles_of(weighted, config.group, launch.width),
-            launch.tiles_of(spreads, config.part, launch.width),
-            unit, strength, key_reciprocal, kept.vectors, kept.total, means, leans, count, kept.mean, mean_x, dk,
-            *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
-            BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, NORMALIZE=unit_keys,
-            num_warps=config.gradient_warps, num_stages=config.gradient_stages,
-        )  # fmt: skip
+        numbers = (strength, key_reciprocal, kept.vectors, kept.total, means, leans, count, kept.mean, mean_x)
+        if launch.copies_apart and rows.aligned:
+            _hopper().key_gradients(launch, rows, weighted, unit, spreads, dk, numbers)
+        else:
+            launch.run(
+                _key_gradients_kernel, (launch.blocks * launch.heads,),
+                launch.tiles_of(unit.matrix, config.block, launch.width),
+                launch.tiles_of(unit.matrix, config.block, config.part),
+                launch.tiles_of(rows.matrix, config.group, launch.width),
+                launch.tiles_of(weighted, config.group, launch.width),
+                launch.tiles_of(spreads, config.part, launch.width), unit.matrix, *numbers, dk,
+                *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
+                BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, KEYS_ALIGNED=unit.aligned, NORMALIZE=unit_keys,
+                num_warps=config.gradient_warps, num_stages=config.gradient_stages,
+            )  # fmt: skip
         return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
 
-    return launch.compiled(launch_all, "backward", dy.dtype, d_moment is not None, state_gradients)
+    variant = (launch.is_aligned(k), dy.dtype, d_moment is not None, state_gradients)
+    return launch.compiled(launch_all, "backward", *variant)

@@ -49,7 +49,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ccq.ops.query import kernels
-from ccq.ops.query.kernels import Configuration, Gradients, Launcher, Plan, _load_part, _sequence, _store_part, _tile
+from ccq.ops.query.kernels import (
+    Configuration,
+    Gradients,
+    Launcher,
+    Plan,
+    _load_part,
+    _origin,
+    _sequence,
+    _store_part,
+    _tile,
+)
 from ccq.ops.query.reference import NORM_EPSILON
 from ccq.ops.reads.kernels import rounded
 
@@ -80,11 +90,16 @@ def _through_norm(b_dx, b_x, b_r):
 
 
 @triton.jit
-def _before(unit, covariances, vectors, block, h, seen, blocks, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-            BT: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
-    """The keys of a block; and the covariance and the mean of the `seen` keys before it."""
+def _before(unit, covariances, vectors, first, block, h, seen, blocks, H: tl.constexpr, D: tl.constexpr,
+            BD: tl.constexpr, BT: tl.constexpr, KEYS_ALIGNED: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
+    """The keys of a block, which begins at token `first`; and the covariance and the mean of the `seen` keys before it.
+
+    `unit` are keys in blocks, or keys as they are (KEYS_ALIGNED).
+    """
     column = tl.arange(0, BD)
-    b_k = _tile(unit, (h * blocks.to(tl.int64) + block) * BT, 0, BD, BT, BD, False)
+    key, side = _origin(first, (h * blocks.to(tl.int64) + block) * BT, h, H, D, KEYS_ALIGNED)
+    STRIDE: tl.constexpr = H * D if KEYS_ALIGNED else BD
+    b_k = _tile(unit, key, side, STRIDE, BT, BD, False)
     b_c = _tile(covariances, (block * H + h) * BD, 0, BD, BD, BD, False)
     if ROUND:
         b_c = rounded(b_c)
@@ -143,6 +158,7 @@ def _polynomial_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CORRECTION: tl.constexpr,
     KEEP: tl.constexpr,
@@ -163,7 +179,9 @@ def _polynomial_kernel(
     real = row < left
     seen = tl.load(count + n) + start
     b_it = 1.0 / tl.where(real, seen + row + 1, 1).to(tl.float32)
-    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT, ROUND)
+    b_k, b_c, b_m = _before(
+        unit, covariances, vectors, first + start, block, h, seen, blocks, H, D, BD, BT, KEYS_ALIGNED, ROUND
+    )  # fmt: skip
     b_g = tl.load(gate + base + row * H, mask=real, other=0.0).to(tl.float32)
     b_q, _ = _unit_rows(q, base, left, BT, H, D, BD, NORMALIZE, EPS)
     place = kept + (h * blocks.to(tl.int64) + block) * BT * terms * BD
@@ -206,6 +224,7 @@ def _solution_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CORRECTION: tl.constexpr,
     KEEP: tl.constexpr,
@@ -229,7 +248,9 @@ def _solution_kernel(
     real = row < left
     seen = tl.load(count + n) + start
     b_it = 1.0 / tl.where(real, seen + row + 1, 1).to(tl.float32)
-    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT, ROUND)
+    b_k, b_c, b_m = _before(
+        unit, covariances, vectors, first + start, block, h, seen, blocks, H, D, BD, BT, KEYS_ALIGNED, ROUND
+    )  # fmt: skip
     b_g = tl.load(gate + base + row * H, mask=real, other=0.0).to(tl.float32)
     b_x, _ = _unit_rows(x, base, left, BT, H, D, BD, NORMALIZE and not KEEP, EPS)
     # The correction is summed rather than the solution, so that it is as exact where it is small. Directions are
@@ -290,6 +311,7 @@ def _adjoint_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     POLYNOMIAL: tl.constexpr,
     CORRECTION: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -318,7 +340,9 @@ def _adjoint_kernel(
     seen = tl.load(count + n) + start
     b_t = tl.where(real, seen + row + 1, 1).to(tl.float32)
     b_it = 1.0 / b_t
-    b_k, b_c, b_m = _before(unit, covariances, vectors, block, h, seen, blocks, H, D, BD, BT, ROUND)
+    b_k, b_c, b_m = _before(
+        unit, covariances, vectors, first + start, block, h, seen, blocks, H, D, BD, BT, KEYS_ALIGNED, ROUND
+    )  # fmt: skip
     b_g = tl.load(gate + base + row * H, mask=real, other=0.0).to(tl.float32)
     b_x = _unit_rows(x, base, left, BT, H, D, BD, False, EPS)[0].to(b_k.dtype)
     b_l = -b_g
@@ -386,6 +410,7 @@ def _key_gradients_kernel(
     BK: tl.constexpr,
     BT: tl.constexpr,
     S: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     ROUND: tl.constexpr,
@@ -411,18 +436,20 @@ def _key_gradients_kernel(
     for s in tl.static_range(S):
         b_v += tl.load(means + (place * S + s) * D + column, mask=column < D, other=0.0)
     b_v = b_v * terms - tl.load(leans + place * D + column, mask=column < D, other=0.0)
-    key = (h * blocks.to(tl.int64) + block) * BT
-    b_dk = _tile(inside, key, 0, BD, BT, BD, False) + b_v
+    at = (h * blocks.to(tl.int64) + block) * BT
+    key, side = _origin(first + start, at, h, H, D, KEYS_ALIGNED)
+    STRIDE: tl.constexpr = H * D if KEYS_ALIGNED else BD
+    b_dk = _tile(inside, at, 0, BD, BT, BD, False) + b_v
     for d in range(0, BD, BK):
         part = d + tl.arange(0, BK)
         b_m = tl.load(m + part, mask=part < D, other=0.0) * b_t
-        b_k = _tile(unit, key, d, BD, BT, BK, False).to(tl.float32) - b_m
+        b_k = _tile(unit, key, side + d, STRIDE, BT, BK, False).to(tl.float32) - b_m
         b_w = _tile(spreads, place * BD + d, 0, BD, BK, BD, False)
         if ROUND:
             b_k, b_w = rounded(b_k), rounded(b_w)
         b_dk = tl.dot(b_k.to(b_w.dtype), b_w, b_dk, input_precision=PRECISION)
     if NORMALIZE:
-        b_k = _tile(unit, key, 0, BD, BT, BD, False).to(tl.float32)
+        b_k = _tile(unit, key, side, STRIDE, BT, BD, False).to(tl.float32)
         b_r = tl.load(reciprocal + base + row * H, mask=row < left, other=0.0)
         b_dk = _through_norm(b_dk, b_k, b_r)
     _store_part(dk + base * D, b_dk, 0, left, BT, BD, H, D)
@@ -485,12 +512,13 @@ def _run(launch: Launcher, kernel: Any, *arguments: Tensor, times: int, **consta
 
 def _apply(
     launch: Launcher, function: Function, x: Tensor, gate: Tensor, known: _Known, query: Tensor,
-    correction: Tensor | None, *, normalize: bool,
+    correction: Tensor | None, *, keys_aligned: bool, normalize: bool,
 ) -> None:  # fmt: skip
     """query = x - gate c, and c."""
     # A pointer that a kernel does not use must still be one.
     outputs = (query, known.vectors if correction is None else correction)
     options = {"NORMALIZE": normalize, "CORRECTION": correction is not None, "KEEP": False, "EPS": NORM_EPSILON}
+    options["KEYS_ALIGNED"] = keys_aligned
     if function.coefficients:
         coefficients = _on_device(function.coefficients, x.device)
         _run(launch, _polynomial_kernel, x, gate, coefficients, *known, *outputs, x, times=function.pairs, **options)
@@ -507,16 +535,20 @@ def forward(
     launch = Launcher(q, plan, config, unit_queries, unit_keys, True)
 
     def launch_all() -> Forward:
-        unit, _, vectors = launch.unit_keys(k)
+        unit, _, vectors = launch.unit_keys(k, summed=True)
         last = launch.scan_vectors(vectors, total, reverse=False)
         covariances, moment = launch.moments(unit, vectors, second_moment, count, last=True)
         query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
         correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
-        known = _Known(unit, covariances, vectors, count)
-        _apply(launch, function, q, gate, known, query, correction, normalize=unit_queries)
+        known = _Known(unit.matrix, covariances, vectors, count)
+        _apply(
+            launch, function, q, gate, known, query, correction, keys_aligned=unit.aligned, normalize=unit_queries
+        )  # fmt: skip
         return Forward(query, correction, moment, last, vectors)
 
-    variant = (bool(function.coefficients), gate.dtype, second_moment is None, return_correction, wide)
+    variant = (
+        launch.is_aligned(k), bool(function.coefficients), gate.dtype, second_moment is None, return_correction, wide
+    )  # fmt: skip
     return launch.compiled(launch_all, "function", *variant)
 
 
@@ -534,12 +566,12 @@ def backward(
     polynomial, pairs, rows = bool(function.coefficients), function.pairs, launch.blocks * launch.heads * config.block
 
     def launch_all() -> Gradients:
-        unit, reciprocal, _ = launch.unit_keys(k)
+        unit, reciprocal, _ = launch.unit_keys(k, summed=False)
         covariances, _ = launch.moments(unit, vectors, second_moment, count, last=False)
-        known = _Known(unit, covariances, vectors, count)
+        known = _Known(unit.matrix, covariances, vectors, count)
         dq, dk, d_gate = torch.empty_like(q), torch.empty_like(k), torch.empty_like(gate, dtype=torch.float32)
         kept = launch.empty(rows * pairs, launch.width, dtype=q.dtype)
-        options = {"NORMALIZE": unit_queries, "EPS": NORM_EPSILON}
+        options = {"KEYS_ALIGNED": unit.aligned, "NORMALIZE": unit_queries, "EPS": NORM_EPSILON}
         keeping = options | {"CORRECTION": False, "KEEP": True}
         if polynomial:
             first, coefficients = dy, _on_device(function.coefficients, q.device)
@@ -550,7 +582,10 @@ def backward(
                 # The correction is Sigma y: its gradient reaches y by one more product.
                 pushed = torch.empty_like(dr, dtype=torch.float32)
                 product = Function((1.0,), 0)
-                _apply(launch, product, dr, gate, known, torch.empty_like(q), pushed, normalize=False)
+                _apply(
+                    launch, product, dr, gate, known, torch.empty_like(q), pushed, keys_aligned=unit.aligned,
+                    normalize=False,
+                )  # fmt: skip
                 arrived = dy + pushed
             _run(
                 launch, _solution_kernel, arrived, gate, *known, first, q, q, query, dq, kept, times=function.steps,
@@ -573,12 +608,15 @@ def backward(
             launch, q, pairs, kept, pushes, vectors, last_total, spreads, means, d_moment, count, state_gradients
         )
         _run(
-            launch, _key_gradients_kernel, inside, unit, reciprocal, spreads, means, leans, vectors, last_total, count,
-            dk, times=pairs, BK=config.part, S=launch.tiles, NORMALIZE=unit_keys,
+            launch, _key_gradients_kernel, inside, unit.matrix, reciprocal, spreads, means, leans, vectors, last_total,
+            count, dk, times=pairs, BK=config.part, S=launch.tiles, KEYS_ALIGNED=unit.aligned, NORMALIZE=unit_keys,
         )  # fmt: skip
         return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
 
-    variant = (polynomial, dy.dtype, gate.dtype, query.dtype, dr is not None, d_moment is not None, state_gradients)
+    variant = (
+        launch.is_aligned(k), polynomial, dy.dtype, gate.dtype, query.dtype, dr is not None, d_moment is not None,
+        state_gradients,
+    )  # fmt: skip
     return launch.compiled(launch_all, "function backward", pairs, *variant)
 
 
