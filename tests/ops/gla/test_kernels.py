@@ -130,6 +130,25 @@ def test_numbers_that_float16_does_not_hold() -> None:
         assert torch.equal(actual, expected * factor)
 
 
+@pytest.mark.parametrize("power", [-118, -124, -130, -math.inf])
+def test_the_least_numbers_are_divided_by_no_more_than_has_an_inverse(power: float) -> None:
+    q, k, decays = draw(20, 16, torch.bfloat16)
+    summed, places = sums(decays, [slice(0, 20)]), {"chunk": 64, "cu_seqlens": None, "chunk_indices": None}
+    q, k = q * 2.0**power, k * 2.0**100
+    cut = [slice(0, 20)]
+    exact = torch.diff(summed.double(), dim=1, prepend=0 * decays[:, :1].double())
+    expected = exact_weights(*leaves(q, k), exact, 1.0, cut, 64).detach()
+    found = kernels.chunk_weights(q, k, summed, 1.0, **places)
+    gradient = torch.ones(2, 20, 2, 64, device=DEVICE)
+    gradients = kernels.chunk_gradients(q, k, summed, gradient * 2.0**power, **places)
+    assert all(x.isfinite().all() for x in (found, *gradients))
+    # Numbers that float32 does not hold as normal ones may be taken for zero.
+    if power == -118:
+        assert relative_error(found, expected) <= 4e-3
+    elif power == -math.inf:
+        assert not found.any()
+
+
 @pytest.mark.parametrize("boundaries", [[0, 5, 5, 70, 71], [0, 64, 128], [0, 1]], ids=str)
 def test_packed_documents(boundaries: list[int]) -> None:
     check(boundaries[-1], 16, torch.float32, 1e-6, boundaries=boundaries)

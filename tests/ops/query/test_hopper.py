@@ -68,6 +68,7 @@ def test_every_item_is_taken_once_and_work_is_even(shape: tuple[int, int, int], 
 
 def test_other_calls_are_left_to_the_kernels_that_take_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
     config = kernels.configuration(torch.bfloat16, 256, torch.device("cpu"))
 
     def chosen(
@@ -90,8 +91,11 @@ def test_other_calls_are_left_to_the_kernels_that_take_all(monkeypatch: pytest.M
     assert not chosen(centred=False)
     assert not chosen(is_cuda=False)
     assert not chosen(full=False)
-    monkeypatch.setattr(kernels.triton, "__version__", "3.8.0")
-    assert not chosen()
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert not chosen()
+    for name, value in (
+        (("triton", "__version__"), "3.8.0"),
+        (("torch", "cuda", "get_device_capability"), lambda _: (10, 0)),
+        (("interpreted",), lambda: True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(".".join((kernels.__name__, *name)), value)
+            assert not chosen(), name

@@ -38,6 +38,8 @@ COLUMNS = {"weights": 64, "gradients": 64}
 2 warps and 32 columns took 436 for the weights, but have no registers left for a scale a row; 4 and 32 took 1,104 for
 the gradients.
 """
+SMALLEST = tl.constexpr(2.0**-120)
+"""That numbers are divided by: one over it is finite, and zeros stay zeros."""
 
 
 @triton.jit
@@ -59,9 +61,12 @@ def _chunk(cu_seqlens, chunk_indices, tokens, chunks, C: tl.constexpr, PACKED: t
 @triton.jit
 def _rows_scaled(x, HALF: tl.constexpr):
     """Every row of x over its largest number, and these [C]."""
-    largest = tl.max(tl.abs(x), 1)
-    largest = tl.where(largest > 0, largest, 1.0) if HALF else tl.full(largest.shape, 1.0, tl.float32)
-    return x / largest[:, None], largest
+    largest = tl.full((x.shape[0],), 1.0, tl.float32)
+    if HALF:
+        largest = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST)
+        # One division a row, not one a number.
+        x *= (1.0 / largest)[:, None]
+    return x, largest
 
 
 @triton.jit
@@ -69,9 +74,8 @@ def _scaled(x, HALF: tl.constexpr):
     """x over its largest number, and this."""
     largest = 1.0
     if HALF:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
-        largest = tl.where(largest > 0, largest, 1.0)
-        x = x / largest
+        largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), SMALLEST)
+        x *= 1.0 / largest
     return x, largest
 
 

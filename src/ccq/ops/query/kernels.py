@@ -901,6 +901,7 @@ def copies_apart(q: Tensor, plan: Plan, config: Configuration, centred: bool) ->
     """Whether the kernels of `hopper.py`, which have a warp for copies alone, take such a call."""
     return (
         q.is_cuda
+        and not interpreted()
         and triton.__version__.startswith(GLUON_RELEASE)
         and torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == torch.bfloat16
