@@ -12,7 +12,8 @@ from tests.models.small import make
 from ccq.cli import main
 from ccq.data.corpora import Corpus
 from ccq.data.tokenizer import Tokenizer, train_tokenizer
-from ccq.models import CCQForCausalLM, load_model, preset, save_model
+from ccq.models import CCQForCausalLM, attach, load_model, preset, save_gates, save_model
+from ccq.models.intervention import read_steps
 from ccq.models.text import continue_text, load_tokenizer, save_tokenizer
 
 TEXT = "The heron stands in the water. The otter swims, and the badger digs. "
@@ -63,6 +64,41 @@ def greedy_text(folder: Path, tokenizer: Tokenizer, ids: list[int], new: int) ->
             break
         said.append(token)
     return tokenizer.decode(said)
+
+
+def test_gates_in_a_file_of_their_own(
+    trained: Tokenizer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named, or in the folder of the backbone."""
+    torch.manual_seed(3)
+    config = preset(
+        "gla-tiny", vocab_size=trained.vocabulary_size, hidden_size=16, head_dim=8, value_head_dim=8,
+        initializer_range=0.4, eos_token_id=trained.separator,
+    )  # fmt: skip
+    model = CCQForCausalLM(config)
+    backbone, attached = tmp_path / "backbone", tmp_path / "attached"
+    save_model(model, backbone)
+    for read in read_steps(attach(model)):
+        torch.nn.init.constant_(read.gate_scale, 40.0)
+    save_gates(model, tmp_path / "gates")
+    save_model(model, attached)
+    for path in (backbone, attached):
+        save_tokenizer(trained.to_tokenizers(), path, end="<|separator|>")
+    said = []
+    for path, options in (
+        (backbone, []),
+        (attached, []),
+        (backbone, ["--gates", str(tmp_path / "gates")]),
+        (backbone, []),
+    ):
+        command = ["generate", str(path), "--prompt", TEXT, "--max-new-tokens", "12", "--device", "cpu", *options]
+        assert main(command) == 0
+        said.append(capsys.readouterr().out)
+        if options:
+            (tmp_path / "gates").rename(backbone / "gates.safetensors")
+    alone, *with_gates = said
+    assert with_gates == with_gates[:1] * 3
+    assert with_gates[0] != alone
 
 
 def test_a_text_is_continued(trained: Tokenizer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

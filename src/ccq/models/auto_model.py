@@ -39,17 +39,28 @@ def read_auto_model(
         raise ValueError(
             f"model {name!r}: {reason} Give a folder with a model and its tokenizer, or a name of the hub"
         ) from error
-    _attach_stored(model, name, gates, found["unexpected_keys"])
+    config_file = cached_file(name, "config.json", local_files_only=True)
+    assert config_file is not None
+    attach_stored(model, name, Path(config_file).parent, gates, found["unexpected_keys"])
     return model.to(device).eval(), tokenizer
 
 
-def _attach_stored(
-    model: PreTrainedModel, name: str, gates: str | os.PathLike[str] | None, unexpected: Iterable[str]
+def attach_stored(
+    model: PreTrainedModel,
+    name: str,
+    folder: Path,
+    gates: str | os.PathLike[str] | None = None,
+    unexpected: Iterable[str] = (),
 ) -> None:
-    """Attach the read step where there are gates for it; see `read_auto_model`."""
-    config_file = cached_file(name, "config.json", local_files_only=True)
-    assert config_file is not None
-    folder = Path(config_file).parent
+    """Attach the read step where there are gates for it; see `read_auto_model`.
+
+    Args:
+        model: as it was loaded.
+        name: what errors call it.
+        folder: that it was loaded from.
+        gates: of `read_auto_model`.
+        unexpected: names of tensors among its weights that were left behind.
+    """
     # transformers' classes know nothing of read steps: they have left gates behind, and said so.
     has_gates = gates is None and (are_gates(unexpected) or has_gates_file(folder))
     try:
