@@ -66,7 +66,7 @@ for part in $parts; do
       reads=$($ccq reads --json | "${PYTHON:-python}" -c "$names")
       limited 400 reads $ccq bench model --arms gla $reads --scale 60m --rows 8 --tokens 2048 --repeats 8 --limit 4 --out "$out/model-reads.json"
       ;;
-    sweep) limited 400 sweep $ccq bench model --sweep tokens=32768 --repeats 5 --limit 4 --out "$out/model-sweep.json" ;;
+    sweep) limited 400 sweep $ccq bench model --sweep tokens=32768 --repeats 3 --limit 3 --out "$out/model-sweep.json" ;;
     answers)
       limited 200 answers "${PYTHON:-python}" benchmarks/answers.py --out "$out/answers.json"
       ;;
