@@ -84,6 +84,54 @@ def test_gradients_reach_back_through_a_cache(arm: str) -> None:
         assert_close(name, a, b, 1e-9)
 
 
+@pytest.mark.parametrize("arm", [*ARMS, "gla+ccq-mean", "gla+ccq-decay"])
+def test_gradients_begin_again_behind_a_call_without(arm: str) -> None:
+    """Read with gradients, then without, then with: the first backward pass has its values, the second starts where the
+    gradients do.
+    """
+    model, tokens = make(arm), random_tokens(2, 9)
+    parameters = list(model.parameters())
+    expected_first = torch.autograd.grad(model(tokens[:, :5]).logits.square().sum(), parameters)
+    with torch.no_grad():
+        before = model(tokens[:, :8]).cache
+    expected_last = torch.autograd.grad(model(tokens[:, 8:], cache=before).logits.square().sum(), parameters)
+
+    cache = CCQCache(model.config)
+    first = torch.cat([model(part, cache=cache).logits for part in (tokens[:, :3], tokens[:, 3:5])], 1)
+    with torch.no_grad():
+        for part in (tokens[:, 5:6], tokens[:, 6:8]):
+            model(part, cache=cache)
+    last = model(tokens[:, 8:], cache=cache).logits
+    for logits, expected in ((last, expected_last), (first, expected_first)):
+        found = torch.autograd.grad(logits.square().sum(), parameters)
+        for (name, _), a, b in zip(model.named_parameters(), found, expected, strict=True):
+            assert_close(name, a, b, 1e-9)
+
+
+@pytest.mark.parametrize("arm", LINEAR)
+def test_a_state_that_gradients_reach_through_can_be_reset_and_reordered(arm: str) -> None:
+    model, tokens, more = make(arm), random_tokens(2, 4), random_tokens(2, 3)
+    parameters = list(model.parameters())
+    for rows in (None, [1, 0], [1, 1]):
+        cache = CCQCache(model.config)
+        first = model(tokens, cache=cache).logits.square().sum()
+        with torch.no_grad():
+            if rows is None:
+                cache.reset()
+            else:
+                cache.reorder_cache(torch.tensor(rows))
+            before = CCQCache(model.config)
+            if rows is not None:
+                model(tokens[rows], cache=before)
+        last = model(more, cache=cache).logits.square().sum()
+        expected_last = model(more, cache=before).logits.square().sum()
+        expected_first = model(tokens).logits.square().sum()
+        for loss, expected in ((last, expected_last), (first, expected_first)):
+            pairs = [torch.autograd.grad(x, parameters) for x in (loss, expected)]
+            for (name, _), a, b in zip(model.named_parameters(), *pairs, strict=True):
+                assert_close(name, a, b, 1e-9)
+
+
 @torch.no_grad()
 def test_a_state_of_one_sequence_does_not_spread_over_a_batch() -> None:
     model = make("gla+ccq")

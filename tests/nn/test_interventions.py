@@ -52,6 +52,31 @@ def test_factors_multiply_the_distance_to_the_query_before(name: str, keep_lengt
     assert torch.equal(whole(read(q, k, **options).query)[real], on[real])
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("name", CORRECTING)
+def test_padding_has_no_gradient_whatever_stands_in_it(name: str, changed: bool) -> None:
+    """The real tokens have that of a call with zeros in the padding, which is the same with and without factors."""
+    read = make_read(name)
+    if changed:
+        read.intervene(factors=torch.tensor([-1.7, 0.4], dtype=torch.float64))
+    q, k, presplit, log_decay = inputs()
+    mask = torch.ones(q.shape[:2], dtype=torch.bool)
+    mask[0, :3] = mask[1, 7:] = False
+    upstream = torch.randn_like(q)
+    gradients = []
+    for padding in (0.0, 3.0, torch.nan, torch.inf):
+        tensors = [x.masked_fill(~mask[..., None, None], padding).requires_grad_() for x in (q, k)]
+        options: dict[str, Any] = {"presplit_query": presplit, "log_decay": log_decay, "mask": mask}
+        query = whole(read(*tensors, **options).query)
+        # Of the padding, too, where its query is a number.
+        reached = query if padding == 3 else query[mask]
+        gradients.append(torch.autograd.grad(reached, tensors, upstream if padding == 3 else upstream[mask]))
+    for found in gradients:
+        for ours, expected in zip(found, gradients[0], strict=True):
+            assert not ours[~mask].any()
+            assert_close("gradient", ours, expected, 1e-12)
+
+
 @pytest.mark.parametrize("name", ["ccq", "richardson", "mesa"])
 def test_rounding_comes_last(name: str) -> None:
     """In bfloat16, of the query that is multiplied as of any other: its error is at most half a spacing."""

@@ -41,7 +41,8 @@ class StateLayer:
     one sequence spread over a batch.
 
     Without gradients a state is overwritten in place, so that its addresses stay and a CUDA graph can replay a step;
-    while gradients are recorded it is replaced, so that they reach back through it.
+    while gradients are recorded it is replaced, so that they reach back through it. So is one that gradients reach back
+    through, whatever comes behind it: the backward pass still needs its values.
     """
 
     # Transformers asks for these.
@@ -80,7 +81,7 @@ class StateLayer:
             self._adopt(new)
             return
         before, after = state_tensors(self.state), state_tensors(new)
-        if any(x.requires_grad for x in after.values()) or [*before] != [*after]:
+        if _any_gradients(before, after) or [*before] != [*after]:
             self._adopt(new)
         elif all(x.shape == after[name].shape for name, x in before.items()):
             for name, x in before.items():
@@ -99,9 +100,8 @@ class StateLayer:
         """Forget every sequence. Fixed-size states keep their addresses."""
         if isinstance(self.state, AttentionState):
             self.state = None
-        elif self.state is not None:
-            for x in state_tensors(self.state).values():
-                x.zero_()
+        else:
+            self._change(lambda x: torch.zeros_like(x) if x.requires_grad else x.zero_())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was: [N] int64."""
@@ -116,7 +116,7 @@ class StateLayer:
 
         def select(x: Tensor) -> Tensor:
             chosen = x[indices.to(x.device)]
-            return x.copy_(chosen) if chosen.shape == x.shape and not chosen.requires_grad else chosen
+            return x.copy_(chosen) if chosen.shape == x.shape and not x.requires_grad else chosen
 
         self._change(select)
 
@@ -152,6 +152,10 @@ class StateLayer:
             for x in state_tensors(state).values():
                 torch._dynamo.mark_static_address(x)
         self.state = state
+
+
+def _any_gradients(*states: dict[str, Tensor]) -> bool:
+    return any(x.requires_grad for state in states for x in state.values())
 
 
 class CCQCache(Cache):

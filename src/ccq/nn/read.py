@@ -58,7 +58,8 @@ class StaticKeyStatistics(KeyStatistics):
     """Key statistics whose owner, such as a cache, lets them be overwritten.
 
     A read step that is given them for one token, without a mask and without gradients, updates them in place and
-    returns them, instead of new ones: nothing of D x D is copied, and the addresses stay.
+    returns them, instead of new ones: nothing of D x D is copied, and the addresses stay. Not those that gradients
+    reach back through: the backward pass still needs their values.
     """
 
     __slots__ = ()
@@ -197,7 +198,13 @@ class ReadStep(nn.Module):
         return gate * factors if isinstance(gate, Tensor) else (gate * factors).expand(q.shape[:3])
 
     def _multiplied_query(
-        self, query: Tensor, q: Tensor, gate: Tensor | float, correction: Tensor, normalized: Normalized
+        self,
+        query: Tensor,
+        q: Tensor,
+        gate: Tensor | float,
+        correction: Tensor,
+        mask: Tensor | None,
+        normalized: Normalized,
     ) -> Tensor:
         """`query`, of a read step that is not linear in its gate, with its distance to the query before, gate *
         correction, multiplied by the factor of each head.
@@ -206,9 +213,15 @@ class ReadStep(nn.Module):
             return query
         strength = self._multiplied(gate, q)
         assert isinstance(strength, Tensor)
+        strength, real = strength.unsqueeze(-1), None
+        if mask is not None:
+            # Emptied before anything is computed, as in the operators; padding stays as they return it.
+            real = mask.to(torch.bool)[..., None, None]
+            q, strength = torch.where(real, q, 0), torch.where(real, strength, 0)
         # From the query before it is rounded, as inside the operators.
         before = q if self._takes_query(normalized) else l2_normalize(q)
-        return (before - strength.unsqueeze(-1) * correction).to(query.dtype)
+        changed = (before - strength * correction).to(query.dtype)
+        return changed if real is None else torch.where(real, changed, query)
 
     def _observe(
         self, q: Tensor, gate: Tensor | float, correction: Tensor, mask: Tensor | None, normalized: Normalized
@@ -413,6 +426,7 @@ class CurvatureConditionedQuery(GatedReadStep):
             and mask is None
             and cu_seqlens is None
             and not torch.is_grad_enabled()
+            and not any(field.requires_grad for field in statistics)
         )
         read: Callable[..., CurvatureConditionedQueryResult] = (
             update_and_read_ if in_place else partial(curvature_conditioned_query, cu_seqlens=cu_seqlens, mask=mask)

@@ -21,7 +21,7 @@ import torch
 from tests.helpers import assert_close, relative_error
 from tests.ops.query.test_curvature_conditioned_query import make_case as make_read_step_case
 from tests.ops.reads import test_reads
-from tests.ops.reads.test_reads import HEADS, Case, make_case, run
+from tests.ops.reads.test_reads import HEADS, Case, far_landmark, make_case, run
 from torch import Tensor, library
 
 from ccq.ops.query import KeyStatistics, l2_normalize
@@ -284,6 +284,10 @@ def test_equal_keys_stay_finite(name: str) -> None:
     if name != "mean":
         larger = {"raw": 20.0, "trace": 1000.0}.get(name, 1.0)
         assert (result.query - test_reads.before(case)).abs().max() < 2e-6 * larger
+
+
+def test_a_landmark_without_keys_has_no_weight() -> None:
+    check(far_landmark())
 
 
 @pytest.mark.parametrize("kind", ["dense", "padded", "packed"])

@@ -367,6 +367,28 @@ def test_long_equal_keys_stay_finite(name: str) -> None:
         assert (result.query - before(case)).abs().max() < 2e-6 * larger
 
 
+def far_landmark() -> Case:
+    """A landmark on the other side of all keys, which gets e^-120 of them and less: nothing in float32."""
+    case = make_case("query-weighted", 2, 9, seen=0)
+    case.tensors["k"] += 3
+    case.own["landmarks"][:, 1] = -60 / math.sqrt(SIZE)
+    shares = case.call(backend="reference").statistics.shares
+    assert (shares[..., 1] > 0).all()
+    assert not shares[..., 1].float().any()
+    return case
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_landmark_without_keys_has_no_weight(backend: str) -> None:
+    """In float32, against its share of next to nothing in float64."""
+    case = far_landmark()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = False
+    actual = run(case.map(lambda x: x.float() if x.is_floating_point() else x), mask=mask, backend=backend)
+    for name, value in run(case, mask=mask, backend="reference").items():
+        assert_close(name, actual[name], value, 1e-4, floor=2e-6)
+
+
 def test_one_step_of_richardson_is_the_read_step() -> None:
     case = make_case("richardson", 2, 70)
     one = case.call(steps=1)

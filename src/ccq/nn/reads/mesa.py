@@ -66,7 +66,7 @@ class MesaRead(ReadStep):
         if result.correction is None:
             return ReadResult(result.query, result.statistics)
         self._observe(q, self._multiplied(1.0, q), result.correction, mask, normalized)
-        query = self._multiplied_query(result.query, q, 1.0, result.correction, normalized)
+        query = self._multiplied_query(result.query, q, 1.0, result.correction, mask, normalized)
         return ReadResult(query, result.statistics)
 
     def initial_statistics(

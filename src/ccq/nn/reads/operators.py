@@ -64,7 +64,7 @@ class OperatorReadStep(GatedReadStep):
         if result.correction is None:
             return ReadResult(result.query, result.statistics)
         self._observe(q, self._multiplied(lam, q), result.correction, mask, normalized)
-        query = self._multiplied_query(result.query, q, lam, result.correction, normalized)
+        query = self._multiplied_query(result.query, q, lam, result.correction, mask, normalized)
         return ReadResult(query, result.statistics)
 
     def _own_arguments(self, log_decay: Tensor | None) -> dict[str, Any]:

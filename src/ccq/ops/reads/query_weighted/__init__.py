@@ -9,6 +9,7 @@ and the mean mu_r of its keys. Then
     p_r = softmax_r(log c_r + b mu_r . q),   Cov = sum p_r (mu_r - mu_p) (mu_r - mu_p)^T,   mu_p = sum p_r mu_r
 
 which has rank R - 1 at most, and a state of R vectors a head. b = sqrt(D), as if the entries of q and k had variance 1.
+A landmark whose share is below the smallest normal number, as those far from every key have it, has no weight.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ def _loop(inputs: ReadInputs, landmarks: Tensor, statistics: LandmarkStatistics)
     def step(state: LandmarkStatistics, query: Tensor, key: Tensor, gate: Tensor) -> tuple[Tensor, LandmarkStatistics]:
         share = torch.softmax(sharpness * times(landmarks, key), -1)
         state = LandmarkStatistics(state.totals + share.unsqueeze(-1) * key.unsqueeze(-2), state.shares + share)
-        means = state.totals / state.shares.unsqueeze(-1)
-        weight = torch.softmax(state.shares.log() + sharpness * times(means, query), -1).unsqueeze(-1)
+        divisor, log = _divisor_and_log(state.shares)
+        means = state.totals / divisor.unsqueeze(-1)
+        weight = torch.softmax(log + sharpness * times(means, query), -1).unsqueeze(-1)
         centred = means - (weight * means).sum(-2, keepdim=True)
         covariance = (weight * centred).mT @ centred
         return query - gate * times(covariance, query), state
@@ -152,12 +154,19 @@ def _chunked(
     totals, last_totals = scan(layout, torch.matmul(share.mT, key), statistics.totals)
     inside = share.cumsum(-2)
     shares, last_shares = scan(layout, inside[:, :, -1], statistics.shares)
-    shares = inside + shares.unsqueeze(-2)
-    # Only padding before the first token has none.
-    shares = torch.where(shares > 0, shares, 1)
+    shares, log = _divisor_and_log(inside + shares.unsqueeze(-2))
     scores = torch.matmul(query, key.mT).tril()
     score = (torch.matmul(query, totals.mT) + torch.matmul(scores, share)) / shares
-    weight = torch.softmax(shares.log() + sharpness * score, -1)
+    weight = torch.softmax(log + sharpness * score, -1)
     factor = weight * (score - (weight * score).sum(-1, keepdim=True)) / shares
     correction = torch.matmul(factor, totals) + torch.matmul(torch.matmul(factor, share.mT).tril(), key)
     return layout.merge(correction), LandmarkStatistics(last_totals, last_shares)
+
+
+def _divisor_and_log(shares: Tensor) -> tuple[Tensor, Tensor]:
+    """By what the totals of landmarks are divided, and the logarithm of their shares; where there is no share, as in
+    padding before the first token, 1 and a logarithm that leaves no weight beside the others.
+    """
+    smallest = torch.finfo(shares.dtype).tiny
+    held = shares >= smallest
+    return torch.where(held, shares, 1), torch.where(held, shares, smallest).log()

@@ -49,6 +49,9 @@ from ccq.ops.query.kernels import _load_part, _store_part
 from ccq.ops.query.padding import clear_gradients, fill_outputs
 from ccq.ops.reads.kernels import BlockLaunch, locate, rounded, suffix_sums, through_norm, unit_rows
 
+SMALLEST = tl.constexpr(2.0**-126)
+"""Of the normal numbers. A landmark with a share below it has none."""
+
 
 @triton.jit
 def _load_state(x, place, R: tl.constexpr, D: tl.constexpr, LR: tl.constexpr, BD: tl.constexpr):
@@ -102,9 +105,9 @@ def _shares(unit, z, left, SHARPNESS: tl.constexpr, R: tl.constexpr, BT: tl.cons
 
 @triton.jit
 def _weights(score, share, SHARPNESS: tl.constexpr, R: tl.constexpr, LR: tl.constexpr):
-    """p = softmax(log c + b score) and u = score - sum p score."""
+    """p = softmax(log c + b score), next to nothing where there is no share, and u = score - sum p score."""
     landmark = tl.arange(0, LR)
-    b_l = tl.where(landmark < R, tl.log(share) + SHARPNESS * score, -float("inf"))
+    b_l = tl.where(landmark < R, tl.log(tl.maximum(share, SMALLEST)) + SHARPNESS * score, -float("inf"))
     b_p = tl.exp(b_l - tl.max(b_l, 1)[:, None])
     b_p = b_p / tl.sum(b_p, 1)[:, None]
     return b_p, score - tl.sum(b_p * score, 1)[:, None]
@@ -156,8 +159,8 @@ def _read_kernel(
     b_k, _ = unit_rows(_load_part(k + base * D, 0, left, BT, BD, H, D), UNIT_KEYS, EPS)
     b_w = _shares(b_k, _load_state(z, h, R, D, LR, BD), left, SHARPNESS, R, BT, LR, PRECISION)
     b_before = tl.load(shares + place * R + landmark, mask=landmark < R, other=0.0)
-    b_c = b_before + tl.cumsum(b_w, 0)
-    b_c = tl.where(b_c > 0, b_c, 1.0)
+    b_n = b_before + tl.cumsum(b_w, 0)
+    b_c = tl.where(b_n >= SMALLEST, b_n, 1.0)
     _, b_k, b_t = _centre(b_k, _load_state(totals, place, R, D, LR, BD), b_before, b_w, left, BT)
     b_kl = b_k.to(LOW)
     b_x = _load_part(q + base * D, 0, left, BT, BD, H, D)
@@ -165,7 +168,7 @@ def _read_kernel(
     b_s = _dot(b_x.to(LOW), tl.trans(b_kl), None, PRECISION) * b_r[:, None]
     b_a = _dot(b_q, tl.trans(b_t), None, PRECISION)
     b_a = _dot(_causal(b_s, BT), b_w, b_a, PRECISION)
-    b_p, b_u = _weights(b_a / b_c, b_c, SHARPNESS, R, LR)
+    b_p, b_u = _weights(b_a / b_c, b_n, SHARPNESS, R, LR)
     b_f = b_p * b_u / b_c
     b_s = _causal(_dot(b_f, tl.trans(b_w), None, PRECISION), BT)
     acc = _dot(b_f, b_t, None, PRECISION)
@@ -198,7 +201,7 @@ def _query_gradients_kernel(
     b_w = _shares(b_k, _load_state(z, h, R, D, LR, BD), left, SHARPNESS, R, BT, LR, PRECISION)
     b_before = tl.load(shares + place * R + landmark, mask=landmark < R, other=0.0)
     b_n = b_before + tl.cumsum(b_w, 0)
-    b_c = tl.where(b_n > 0, b_n, 1.0)
+    b_c = tl.where(b_n >= SMALLEST, b_n, 1.0)
     b_m, b_k, b_t = _centre(b_k, _load_state(totals, place, R, D, LR, BD), b_before, b_w, left, BT)
     tl.store(means + place * D + column, b_m, mask=column < D)
     b_kl = b_k.to(LOW)
@@ -208,7 +211,7 @@ def _query_gradients_kernel(
     b_a = _dot(b_q, tl.trans(b_t), None, PRECISION)
     b_a = _dot(_causal(b_s, BT), b_w, b_a, PRECISION)
     b_a = b_a / b_c
-    b_p, b_u = _weights(b_a, b_c, SHARPNESS, R, LR)
+    b_p, b_u = _weights(b_a, b_n, SHARPNESS, R, LR)
     b_f = b_p * b_u / b_c
 
     # v of dy is what the gradient of the gate needs, too.
@@ -241,7 +244,7 @@ def _query_gradients_kernel(
     b_dp = b_e * b_u + b_a * b_ds
     b_dl_r = b_p * (b_dp - tl.sum(b_p * b_dp, 1)[:, None])
     b_da = (b_du + b_p * b_ds + SHARPNESS * b_dl_r) / b_c
-    b_dc = tl.where(b_n > 0, b_dl_r / b_c - b_v * b_f / b_c - b_da * b_a, 0.0)
+    b_dc = tl.where(b_n >= SMALLEST, b_dl_r / b_c - b_v * b_f / b_c - b_da * b_a, 0.0)
     where, fits = _token_part(base, left, H, R, BT, LR)
     tl.store(strength + where, b_fl, mask=fits)
     tl.store(da + where, b_da, mask=fits)

@@ -77,8 +77,16 @@ def query_in_parts(
     assert result.correction is not None
     with torch.autocast(q.device.type, enabled=False):
         removed = gate.unsqueeze(-1) * result.correction if isinstance(gate, Tensor) else gate * result.correction
+        kept = _kept(q, normalize)
         if mask is not None:
+            real = mask.to(torch.bool)[..., None, None]
             # The gate of padding may be no number.
-            removed = torch.where(mask.to(torch.bool)[..., None, None], removed, 0)
-        kept = l2_normalize(q).to(q.dtype) if normalize in (True, "queries") else q
+            removed = torch.where(real, removed, 0)
+            # Padding has no gradient, and is emptied first: 0 times that of what is no number would be no number.
+            kept = torch.where(real, _kept(torch.where(real, q, 0), normalize), kept.detach())
     return QueryParts(kept, removed.to(q.dtype), result.correction if return_correction else None, result.statistics)
+
+
+def _kept(q: Tensor, normalize: bool | str) -> Tensor:
+    """q as `normalize` leaves it."""
+    return l2_normalize(q).to(q.dtype) if normalize in (True, "queries") else q
