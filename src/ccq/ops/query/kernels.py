@@ -893,7 +893,7 @@ def configuration(dtype: torch.dtype, size: int, device: torch.device) -> Config
     return fits if width > 64 else fits._replace(read_warps=4, gradient_warps=4)
 
 
-GLUON_RELEASE = "3.7."
+GLUON_RELEASE = "3.7.1"
 """Of Triton. The interface of Gluon may change with every release, and no other was tried."""
 
 
