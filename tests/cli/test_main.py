@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ccq import __version__, cli
 from ccq.cli import main
+
+_WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,9 @@ def test_wrong_input_ends_with_one_clear_line(
         (["compare", "--out", "x", "--sedes", "2"], "unrecognized arguments: --sedes (did you mean --seeds?)"),
         (["compare", "--sedes=2"], "ccq compare: error: unrecognized arguments: --sedes (did you mean --seeds?)"),
         (["bench", "layer", "--zzz"], "ccq bench layer: error: unrecognized arguments: --zzz\n"),
+        (["generate", "x", "--prompt", "y", "--seed", "-1"], "a whole number from 0 to 2**63 - 1 is needed, got '-1'"),
+        (["diagnose", "x", "--out", "y", "--seed", "-1"], "a whole number from 0 to 2**63 - 1 is needed, got '-1'"),
+        (["eval", "needle", "x", "--seed", str(2**63)], f"2**63 - 1 is needed, got '{2**63}'"),
         (["trian"], "invalid choice: 'trian'"),
         ([], "required: COMMAND"),
     ],
@@ -47,6 +53,25 @@ def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest
         main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "extrapolation", "--out", "x.json", "--device", "cuda:99"],
+        ["eval", "extrapolation", "--out", "x.json", "--device", "foo"],
+        ["gates", "--device", "cuda:99"],
+        pytest.param(["diagnose", "--out", "x", "--device", "cuda"], marks=_WITHOUT_GPU),
+        pytest.param(["generate", "--prompt", "x", "--device", "cuda"], marks=_WITHOUT_GPU),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ccq: device is {command[-1]!r}, which cannot be used here; accepted: cpu")
+    assert error.count("\n") == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,17 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """The type of an argument that is the seed of a random stream."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"a whole number from 0 to 2**63 - 1 is needed, got {text!r}")
+    return value
+
+
 def add_gates(parser: argparse.ArgumentParser) -> None:
     """--gates, the argument of `ccq.models.auto_model.read_auto_model`."""
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ccq.cli.arguments import Commands, add_gates, add_read, positive
+from ccq.cli.arguments import Commands, add_gates, add_read, positive, seed
 
 
 def add_parser(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--text", type=Path, metavar="FOLDER", help="take them from these text files instead of the built-in ones"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts; default 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the prompts; default 0")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
     parser.add_argument(
         "--dtype",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ccq.cli.arguments import Commands, add_gates, add_read, positive
+from ccq.cli.arguments import Commands, add_gates, add_read, positive, seed
 
 
 def add_parser(commands: Commands) -> None:
@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
         action=argparse.BooleanOptionalAction,
         help="put the tokenizer's first token before every text; default: as the tokenizer does by itself",
     )
-    common.add_argument("--seed", type=int, default=0, metavar="N", help="of samples that are drawn; default 0")
+    common.add_argument("--seed", type=seed, default=0, metavar="N", help="of samples that are drawn; default 0")
     extrapolation = suites.add_parser(
         "extrapolation",
         parents=[common],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ccq.cli.arguments import Commands, add_gates, add_read
+from ccq.cli.arguments import Commands, add_gates, add_read, seed
 
 
 def add_parser(commands: Commands) -> None:
@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 text")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default 100; 0 reads only")
     parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: the most likely token")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling; default 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the sampling; default 0")
     parser.add_argument("--load-state", type=Path, metavar="STATE", help="go on behind the text that was read there")
     parser.add_argument("--save-state", type=Path, metavar="STATE", help="write the state after the prompt")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a GPU, else cpu")
@@ -34,15 +34,17 @@ def add_parser(commands: Commands) -> None:
 def _run(parsed: argparse.Namespace) -> int:
     import torch
 
-    from ccq.models.auto_model import attach_stored
+    from ccq.models.auto_model import attach_stored, check_device
     from ccq.models.intervention import switch_read
     from ccq.models.modeling import load_model
     from ccq.models.text import TextStreamer, continue_text, load_tokenizer
 
+    device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     prompt = parsed.prompt if parsed.prompt_file is None else parsed.prompt_file.read_text(encoding="utf-8")
     model = load_model(parsed.model)
     attach_stored(model, str(parsed.model), parsed.model, parsed.gates)
-    model.to(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(device)
     tokenizer = load_tokenizer(parsed.model)
     switch_read(model, str(parsed.model), parsed.read, parsed.gate_values)
     torch.manual_seed(parsed.seed)

@@ -15,6 +15,20 @@ from ccq.models.auto_tokenizer import load_auto_tokenizer
 from ccq.models.intervention import read_steps
 
 
+def check_device(device: str | torch.device) -> None:
+    """An error that names the accepted devices, where torch cannot use this one here.
+
+    Raises:
+        ValueError: torch knows no such device, or finds none.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        accepted = ", ".join(("cpu", "cuda", *gpus)) if gpus else "cpu, for torch finds no GPU"
+        raise ValueError(f"device is {str(device)!r}, which cannot be used here; accepted: {accepted}") from error
+
+
 def read_auto_model(
     name: str, *, dtype: torch.dtype, device: str | torch.device, gates: str | os.PathLike[str] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -28,9 +42,11 @@ def read_auto_model(
             among its weights or in a file of `save_gates` beside them.
 
     Raises:
-        ValueError: there is no such model or tokenizer, the hub cannot be reached, or the weights or gates do not fit.
+        ValueError: there is no such device, model or tokenizer, the hub cannot be reached, or the weights or gates do
+            not fit.
         FileNotFoundError: there is no such file of gates.
     """
+    check_device(device)
     try:
         tokenizer = load_auto_tokenizer(name)
         model, found = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)

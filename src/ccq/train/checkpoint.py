@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,10 +76,19 @@ class Checkpoints:
         return found
 
     def load(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int | None = None
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        step: int | None = None,
+        *,
+        check: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> dict[str, Any] | None:
         """Put the newest checkpoint, or that of a step, into model and optimizers. Returns the state it was saved with,
         or None where there is none.
+
+        Args:
+            check: given that state before the weights are read; what it raises is raised as it is. A checkpoint of
+                other data with another vocabulary would else be called damaged.
 
         Raises:
             ValueError: the checkpoint is damaged or belongs to another model.
@@ -89,10 +99,19 @@ class Checkpoints:
         path = self._path(steps[-1] if step is None else step)
         before = f"; the run then goes on from {self._path(steps[-2]).name}" if len(steps) > 1 else ""
         remedy = f"delete that folder{before or ' to start anew'}"
+
+        def unusable(error: BaseException) -> ValueError:
+            reason = " ".join(str(error).split())[:300]
+            return ValueError(f"{path} is damaged or belongs to another model ({reason}); {remedy}")
+
         try:
             state: dict[str, Any] = json.loads((path / _STATE_FILE).read_bytes())
             if state.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
+        except Exception as error:
+            raise unusable(error) from error
+        check(state)
+        try:
             weights, moments = get_state_dict(model, optimizers, options=_OPTIONS)
             content: dict[str, Any] = {"model": weights, "optimizer": moments}
             with warnings.catch_warnings():
@@ -106,8 +125,7 @@ class Checkpoints:
                 options=_OPTIONS,
             )
         except (Exception, CheckpointException) as error:  # damaged bytes make the readers raise errors of any kind
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"{path} is damaged or belongs to another model ({reason}); {remedy}") from error
+            raise unusable(error) from error
         return state
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:

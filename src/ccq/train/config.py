@@ -88,7 +88,8 @@ class TrainingRecipe:
 
     def __post_init__(self) -> None:
         _check_at_least("training", self, 1, "tokens_per_step", "tokens", "steps")
-        _check_at_least("training", self, 0, "seed")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"training.seed must be in 0 ... 2**63 - 1, got {self.seed}")
         if (self.tokens is None) == (self.steps is None):
             raise ValueError("training: give tokens or steps, one of them")
 

@@ -170,9 +170,10 @@ class _Run:
     def _go_on(self) -> None:
         for path in self.checkpoints.clear_partial():
             self.say(f"{path} is half a checkpoint, left by an interruption; it is deleted and not used")
-        state = self.checkpoints.load(self.engine.model, self.engine.optimizers)
+        state = self.checkpoints.load(
+            self.engine.model, self.engine.optimizers, check=lambda state: self.batches.load_state_dict(state["data"])
+        )
         if state is not None:
-            self.batches.load_state_dict(state["data"])
             self.step, self.tokens = state["step"], state["tokens"]
             self.skipped, self.seconds = state["skipped"], state["seconds"]
             self.say(f"going on after step {self.step:,}")
