@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import binascii
+import json
 import os
 import re
 import shutil
@@ -69,6 +71,27 @@ def test_two_processes_are_one(one: Path, two: Path) -> None:
     assert first["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert first["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert_nearly_the_same_run(two, one, 1e-4)
+
+
+def test_every_file_of_a_checkpoint_has_a_checksum(one: Path, two: Path) -> None:
+    for run, writers in ((one, 1), (two, 2)):
+        for folder in (run / "checkpoints").iterdir():
+            checksums = json.loads((folder / "checksums.json").read_bytes())
+            content = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checksums.json"}
+            assert checksums == {name: binascii.crc32(each) for name, each in content.items()}
+            assert len([name for name in content if name.endswith(".distcp")]) >= writers
+
+
+def test_a_damaged_checkpoint_stops_both_processes(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "run")
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    (part,) = newest.glob("__1_*.distcp")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    assert toy.start(tmp_path / "run", count=2, checkpoint_every=2, keep_checkpoints=10) == [1, 1]
+    shutil.rmtree(newest)
+    assert toy.start(tmp_path / "run", count=2, checkpoint_every=2, keep_checkpoints=10) == [0, 0]
 
 
 def test_one_process_goes_on_where_two_were_interrupted(one: Path, two: Path, tmp_path: Path) -> None:

@@ -161,12 +161,19 @@ def test_without_checkpoints_a_run_starts_anew(tmp_path: Path) -> None:
     assert [line["step"] for line in recorded(tmp_path)] == list(range(1, toy.STEPS + 1))
 
 
-@pytest.mark.parametrize("damage", ["state.json", "__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(whole: Path, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("kind", ["cut", "flipped", "missing"])
+@pytest.mark.parametrize("damage", ["state.json", "__0_0.distcp", ".metadata", "checksums.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
+    whole: Path, tmp_path: Path, damage: str, kind: str
+) -> None:
     shutil.copytree(whole, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step-00000006"
-    content = (folder / damage).read_bytes()
-    (folder / damage).write_bytes(content[: len(content) // 3])
+    content = bytearray((folder / damage).read_bytes())
+    # The middle of the tensors: numbers that stay numbers.
+    content[len(content) // 2] ^= 1
+    (folder / damage).write_bytes(content if kind == "flipped" else content[: len(content) // 3])
+    if kind == "missing":
+        (folder / damage).unlink()
     message = r"step-00000006 is damaged.*delete that folder; the run then goes on from step-00000005"
     with pytest.raises(ValueError, match=message):
         toy.run(tmp_path / "run")

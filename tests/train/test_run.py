@@ -177,6 +177,21 @@ def test_other_data_are_named(place: Path, tmp_path: Path, capsys: pytest.Captur
         assert "damaged" not in error
 
 
+@pytest.mark.parametrize("wrong", ["data.length=500000", "data.folder=nowhere"])
+def test_a_recipe_that_cannot_be_trained_leaves_the_folder_free(
+    place: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    assert main([*TRAIN, "--set", wrong]) == 2
+    assert not list(Path("run").glob("[!.]*"))
+    assert main([*TRAIN, "--stop-after", "2"]) == 0
+    # Once there is something in it, a wrong call leaves all as it is.
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main([*TRAIN, "--set", wrong]) == 2
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert main(TRAIN) == 0
+
+
 def test_a_second_run_in_the_folder_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--stop-after", "1"]) == 0
     with lock_folder(place / "run", "training"):

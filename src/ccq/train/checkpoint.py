@@ -1,10 +1,11 @@
 """Checkpoints: everything a run needs to go on exactly where it was, each in a folder that is whole or has no name.
 
-    step-00000500/             a whole checkpoint: state.json and what torch.distributed.checkpoint wrote
+    step-00000500/             a whole one: state.json, what torch.distributed.checkpoint wrote, checksums.json
     step-00001000.partial/     one that is being written, or whose writing was cut off
 
 A checkpoint is copied to memory between two steps and written by a thread during the next ones. When every process has
-written and flushed its part, the folder gets its name. Any number of processes can read it.
+written and flushed its part, the folder gets its name. Any number of processes can read it. Nothing of it is used
+before the checksums of all its files are right: torch notices a file that is too short, not one with other numbers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +30,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from ccq.files import write_json_atomically
 from ccq.processes import Processes
 
-FORMAT = "ccq-checkpoint/2"
+FORMAT = "ccq-checkpoint/3"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _STATE_FILE = "state.json"
+_CHECKSUMS_FILE = "checksums.json"
+_OF_A_PROCESS = re.compile(r"__(\d+)_")
+_BYTES_AT_ONCE = 1 << 24
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -39,7 +44,8 @@ class _Writing(NamedTuple):
     """A checkpoint on its way to the disk."""
 
     step: int
-    written: Future[Any]
+    written: Future[dict[str, int]]
+    """The checksums of the files of this process."""
 
 
 class Checkpoints:
@@ -53,6 +59,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, processes: Processes) -> None:
         self.folder, self.keep, self.processes = folder, keep, processes
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
         self._writing: _Writing | None = None
 
     def steps(self) -> list[int]:
@@ -108,6 +115,7 @@ class Checkpoints:
             state: dict[str, Any] = json.loads((path / _STATE_FILE).read_bytes())
             if state.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
+            self.processes.gather(lambda: self._verify(path))
         except Exception as error:
             raise unusable(error) from error
         check(state)
@@ -157,7 +165,7 @@ class Checkpoints:
             no_dist=self.processes.count == 1,
         )
         assert isinstance(written, Future)
-        self._writing = _Writing(step, written)
+        self._writing = _Writing(step, self._thread.submit(_checksums, written, path, self.processes.rank))
 
     @property
     def is_written(self) -> bool:
@@ -175,17 +183,20 @@ class Checkpoints:
         step, written = self._writing
         self._writing = None
         problem: str | None = None
+        mine: dict[str, int] = {}
         try:
-            written.result()
+            mine = written.result()
         except BaseException as error:  # torch wraps what its threads and other processes raise
             problem = " ".join(str(error).split())[-300:]
         problems = self.processes.sum([problem is not None])[0]
+        checksums = {name: number for each in self.processes.gather(lambda: mine) for name, number in each.items()}
 
         def name_it() -> None:
             partial = self._path(step, _PARTIAL)
             if problems:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise OSError(f"{self._path(step)} could not be written: {problem or 'another process failed'}")
+            write_json_atomically(partial / _CHECKSUMS_FILE, checksums)
             _flush(partial)
             os.replace(partial, self._path(step))
             _flush(self.folder)
@@ -196,8 +207,31 @@ class Checkpoints:
 
         self.processes.from_first(name_it)
 
+    def _verify(self, path: Path) -> None:
+        """Raise ValueError for a file that is not as it was written; every process reads its share of them."""
+        checksums: dict[str, int] = json.loads((path / _CHECKSUMS_FILE).read_bytes())
+        for name in sorted(checksums)[self.processes.rank :: self.processes.count]:
+            if _checksum(path / name) != checksums[name]:
+                raise ValueError(f"{name} is not as it was written")
+
     def _path(self, step: int, ending: str = "") -> Path:
         return self.folder / f"step-{step:08}{ending}"
+
+
+def _checksums(written: Future[Any], folder: Path, rank: int) -> dict[str, int]:
+    """Of the files that a process has written; the first's are also those that are no process's."""
+    written.result()
+    owned = {path: _OF_A_PROCESS.match(path.name) for path in folder.iterdir()}
+    return {path.name: _checksum(path) for path, owner in owned.items() if (int(owner[1]) if owner else 0) == rank}
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32: against damage, not against malice."""
+    number = 0
+    with path.open("rb") as file:
+        while part := file.read(_BYTES_AT_ONCE):
+            number = zlib.crc32(part, number)
+    return number
 
 
 def _expect_one_process() -> None:

@@ -88,27 +88,33 @@ def run_recipe(
         if recipe.system.cuda_graph:
             check_cuda_graph(group)
         shown = (Console() if console is None else console) if group.is_first else Console(quiet=True)
+        is_new = group.from_first(lambda: not (out / RECIPE_FILE).exists())
         group.from_first(lambda: claim_folder(out, RECIPE_FILE, recipe.to_dict(), "run", compared=_what_is_learned))
         group.from_first(lambda: stack.enter_context(lock_folder(out, "training")))
-        data = _open_data(recipe, group, shown)
-        config = model_config(recipe, data)
-        steps = recipe.training.total_steps
-        if group.from_first(lambda: _is_done(out, steps)):
-            shown.print(f"{out} holds a finished run; its model is in {out / MODEL}.", markup=False, soft_wrap=True)
-            return TrainingRun(Outcome(steps, True, steps * recipe.training.tokens_per_step, 0.0), None)
-        engine = make_engine(recipe, config, group)
-        loader = TokenLoader(
-            data.stream,
-            length=recipe.data.length,
-            batch_size=recipe.batch_size,
-            rows=recipe.system.rows,
-            seed=recipe.training.seed,
-            process=group.rank,
-            processes=group.count,
-            pack_documents=recipe.data.pack_documents,
-            workers=recipe.system.workers,
-        )
-        held_out = _held_out(recipe, data, group)
+        with contextlib.ExitStack() as release:
+            if is_new and group.is_first:
+                # A recipe that cannot be trained leaves the folder free for the corrected one.
+                release.callback((out / RECIPE_FILE).unlink, missing_ok=True)
+            data = _open_data(recipe, group, shown)
+            config = model_config(recipe, data)
+            steps = recipe.training.total_steps
+            if group.from_first(lambda: _is_done(out, steps)):
+                shown.print(f"{out} holds a finished run; its model is in {out / MODEL}.", markup=False, soft_wrap=True)
+                return TrainingRun(Outcome(steps, True, steps * recipe.training.tokens_per_step, 0.0), None)
+            engine = make_engine(recipe, config, group)
+            loader = TokenLoader(
+                data.stream,
+                length=recipe.data.length,
+                batch_size=recipe.batch_size,
+                rows=recipe.system.rows,
+                seed=recipe.training.seed,
+                process=group.rank,
+                processes=group.count,
+                pack_documents=recipe.data.pack_documents,
+                workers=recipe.system.workers,
+            )
+            held_out = _held_out(recipe, data, group)
+            release.pop_all()
         with _stop_signals() as stop, _ProgressLine(shown, steps) as line:
             outcome = train(
                 engine,
