@@ -16,6 +16,9 @@ def write_bytes_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
     The bytes go to a temporary file in the same folder (a rename is atomic only inside one file system), are flushed to
     the disk, and the file is renamed over `path`. The folder must exist.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`, not the temporary file.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -25,8 +28,10 @@ def write_bytes_atomically(path: str | os.PathLike[str], data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
