@@ -17,11 +17,15 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("name", "error"), [("missing/file", FileNotFoundError), ("folder", IsADirectoryError)])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("missing/file", FileNotFoundError), ("folder", IsADirectoryError), ("folder/file/inside", NotADirectoryError)],
+)
 def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, name: str, error: type[OSError]) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"old")
     with pytest.raises(error) as caught:
         write_bytes_atomically(tmp_path / name, b"new")
     assert caught.value.filename == str(tmp_path / name)
     assert caught.value.filename2 is None
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/file"]
