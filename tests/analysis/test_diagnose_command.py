@@ -108,7 +108,6 @@ def test_own_text_stands_around_the_needle(folder: Path, tmp_path: Path) -> None
     ("changes", "message"),
     [
         (["--fillers", "1"], "at least 1 prompt with 2 sentences"),
-        (["--seed", "-1"], "seed is -1"),
         (["--text", "nowhere"], "text folder nowhere does not exist"),
     ],
 )

@@ -32,6 +32,9 @@ def test_a_prompt_states_its_code_once_in_the_middle_and_asks_for_it_at_the_end(
 def test_a_prompt_depends_on_its_seed_and_number_alone() -> None:
     assert needle_prompts(2, seed=3) == needle_prompts(6, seed=3)[:2]
     assert needle_prompts(2, seed=3) != needle_prompts(2, seed=4)
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match=f"seed is {seed}; give a number from 0 to"):
+            needle_prompts(2, seed=seed)
     with pytest.raises(ValueError, match="at least 1 prompt with 2 sentences"):
         needle_prompts(1, fillers=1)
 
