@@ -8,6 +8,7 @@ same windows for any number of processes, of micro-batches and of background wor
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import math
 import os
@@ -214,7 +215,7 @@ class TokenLoader:
             batch_size=None,
             sampler=samples,
             num_workers=self._workers,
-            worker_init_fn=_leave_the_group if self._workers else None,
+            worker_init_fn=_begin_worker if self._workers else None,
             multiprocessing_context="spawn" if self._workers else None,
         )
         step: list[TokenBatch] = []
@@ -226,12 +227,16 @@ class TokenLoader:
                 step = []
 
 
-def _leave_the_group(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     """A signal to the whole group of processes, as Ctrl-C is one, must reach who can save, and not end a worker that is
     still read from. Workers end with the process that reads from them.
+
+    They end without the interpreter's farewell: it stops the thread that still sends what nobody wants any more, and
+    where that is inside torch the process aborts.
     """
     if hasattr(os, "setpgid"):  # not on Windows
         os.setpgid(0, 0)
+    atexit.register(os._exit, 0)
 
 
 class _Samples(Sampler[list[int]]):
