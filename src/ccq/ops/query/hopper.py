@@ -18,8 +18,8 @@ language in which the program says which warp does what:
 - What is computed takes the place of what it was computed from, and leaves from there as one bulk copy.
 
 A processor keeps 128 KiB of instructions. Two groups have their code twice, and what does not fit is fetched anew for
-every item, at two to three times the time. So the longest pieces are loops that carry sums around, where unrolled ones would
-need no moves.
+every item, at two to three times the time. So the longest pieces are loops that carry sums around, where unrolled ones
+would need no moves.
 """
 
 from __future__ import annotations
