@@ -17,7 +17,7 @@ from tests.helpers import relative_error
 from tests.ops.query.test_curvature_conditioned_query import Case, make_case, run, spread_keys
 from torch import Tensor
 
-from ccq.ops.query import curvature_conditioned_query, l2_normalize
+from ccq.ops.query import curvature_conditioned_query, curvature_conditioned_query_and_keys, l2_normalize
 
 triton = pytest.importorskip("triton")
 from ccq.ops.query import kernels  # noqa: E402
@@ -57,6 +57,13 @@ def gradients(q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, **options: Any) ->
     leaves = [x.detach().requires_grad_() for x in (q, k, gate)]
     query = curvature_conditioned_query(*leaves, backend="triton", **options).query
     return [query.detach(), *torch.autograd.grad(query, leaves, dy)]
+
+
+def gradients_with_keys(q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, beside: Tensor, **options: Any) -> list[Tensor]:
+    """As `gradients`, where `beside` reaches the keys that come back."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, gate)]
+    result, keys = curvature_conditioned_query_and_keys(*leaves, **{"backend": "triton"} | options)
+    return [result.query.detach(), *torch.autograd.grad((result.query, keys), leaves, (dy, beside))]
 
 
 def draw(rows: int, tokens: int, heads: int) -> tuple[Tensor, ...]:
@@ -101,6 +108,59 @@ def test_statistics_and_what_is_normalised(
     if normalize in ("queries", False):
         case = case._replace(k=l2_normalize(case.k))
     check(case, calls, monkeypatch, normalize=normalize)
+
+
+@pytest.mark.parametrize("normalize", [True, "queries"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_gradient_from_elsewhere_is_added_to_that_of_the_keys(
+    shape: tuple[int, int, int], normalize: bool | str, calls: collections.Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    q, k, gate, dy = draw(*shape)
+    if normalize is not True:
+        k = l2_normalize(k)
+    gate, beside = 256 * gate, torch.randn_like(k)
+    # As large as what it is added to, so that neither hides.
+    own = gradients(q, k, gate, dy, normalize=normalize)[2].float().norm()
+    beside = (beside.float() * (own / beside.float().norm())).bfloat16()
+    calls.clear()
+    actual = gradients_with_keys(q, k, gate, dy, beside, normalize=normalize)
+    assert calls["key_gradients"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "copies_apart", lambda *_: False)
+        plain = gradients_with_keys(q, k, gate, dy, beside, normalize=normalize)
+    assert calls["key_gradients"] == 1
+    doubles = [x.double() for x in (q, k, gate, dy, beside)]
+    exact = gradients_with_keys(*doubles, normalize=normalize, backend="torch")
+    for name, x, usual, value in zip(("query", "d_q", "d_k", "d_gate"), actual, plain, exact, strict=True):
+        error, allowed = relative_error(x, value), relative_error(usual, value)
+        assert error <= 1.25 * allowed + 1e-6, f"{name}: {error:.2e}, where the other kernels err by {allowed:.2e}"
+    # Rounded once: no worse than the read step's own gradient, rounded, and then added.
+    added = gradients(q, k, gate, dy, normalize=normalize)[2] + beside
+    assert relative_error(actual[2], exact[2]) <= 1.01 * relative_error(added, exact[2])
+
+
+def test_a_gradient_from_elsewhere_may_lie_anywhere() -> None:
+    q, k, gate, dy = draw(2, 384, 3)
+    beside = torch.randn_like(k)
+    moved = beside.new_empty(beside.numel() + 1)[1:].view(beside.shape).copy_(beside)
+    assert moved.data_ptr() % 16
+    strided = torch.stack((beside, beside), -1)[..., 0]
+    assert not strided.is_contiguous()
+    expected = gradients_with_keys(q, k, gate, dy, beside)
+    for other in (moved, strided):
+        for found, value in zip(gradients_with_keys(q, k, gate, dy, other), expected, strict=True):
+            assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("normalize", [True, "queries"])
+def test_a_hundred_runs_with_a_gradient_from_elsewhere_are_bit_equal(normalize: bool | str) -> None:
+    inputs = draw(8, 1024, 6)
+    beside = torch.randn_like(inputs[1])
+    first = gradients_with_keys(*inputs, beside, normalize=normalize)
+    for _ in range(100):
+        for before, now in zip(first, gradients_with_keys(*inputs, beside, normalize=normalize), strict=True):
+            assert torch.equal(now, before)
 
 
 @pytest.mark.parametrize("shape", [(8, 1024, 6), (2, 4096, 5)], ids=str)

@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+PASSING = ["gla", "gated-deltanet", "mamba2"]
 EVERY_CASE = [*CASES, *(pytest.param(name, None, id=name) for name in ATTENTION)]
 
 
@@ -146,7 +147,7 @@ def test_chunked_equals_reference_beyond_one_chunk(
     results = []
     for backend in ("torch", "reference"):
         for module, name in (
-            (read_module, "curvature_conditioned_query"),
+            (read_module, "curvature_conditioned_query_and_keys"),
             (gated_linear_attention_module, "gated_linear_attention"),
             (gated_deltanet_module, "gated_delta_rule"),
             (mamba2_module, "state_space_duality"),
@@ -164,6 +165,51 @@ def test_chunked_equals_reference_beyond_one_chunk(
         ("x", *(name for name, _ in layer.named_parameters())), gradients, expected_gradients, strict=True
     ):
         assert_close(name, a, b, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "padded"])
+@pytest.mark.parametrize("keep_length", [False, True])
+@pytest.mark.parametrize(("backbone", "backend"), [(b, "torch") for b in PASSING] + [(b, "triton") for b in PASSING])
+def test_keys_through_the_read_step_change_no_gradient(
+    backbone: str, backend: str, keep_length: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same layer that writes with the keys it gave to the read step, whose two gradients autograd adds."""
+    kernels = backend == "triton"
+    if kernels:
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("heads of 4 on a CPU, so in Triton's interpreter, which is off beside a GPU")
+    dtype = torch.float32 if kernels else torch.float64
+    layer = make(backbone, {"gate": "presplit", "keep_length": keep_length}, dtype)
+    x = torch.randn(1 if kind == "packed" else 2, 19, HIDDEN, dtype=dtype, requires_grad=True)
+    mask = torch.ones(2, 19)
+    mask[0, :7] = 0
+    mask[1, 15:] = 0
+    options: dict[str, Any] = {
+        "dense": {}, "packed": {"cu_seqlens": torch.tensor([0, 8, 8, 19])}, "padded": {"mask": mask}
+    }[kind]  # fmt: skip
+    upstream = torch.randn_like(x)
+    operator = read_module.curvature_conditioned_query_and_keys
+    passed: list[bool] = []
+    results = []
+    for through in (True, False):
+
+        def read(q: Tensor, k: Tensor, *arguments: Any, through: bool = through, **given: Any) -> tuple[Any, Tensor]:
+            result, keys = operator(q, k, *arguments, **given, backend=backend)
+            passed.append(keys is not k)
+            return result, keys if through else k
+
+        monkeypatch.setattr(read_module, "curvature_conditioned_query_and_keys", read)
+        output, state = layer(x, **options)
+        loss = (output * upstream).sum() + state.memory.square().sum()
+        results.append((output, *state_tensors(state).values(), *torch.autograd.grad(loss, (x, *layer.parameters()))))
+    assert passed == [kernels] * 2
+    same = 1 + len(state_tensors(state))
+    for number, (found, expected) in enumerate(zip(*results, strict=True)):
+        if number < same or not kernels:
+            assert torch.equal(found, expected)
+        else:
+            assert_close("gradient", found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

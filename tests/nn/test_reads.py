@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention, Mamba2, MixerState, ReadObservation
 from ccq.nn.mixers import map_state, state_from_tensors, state_tensors
-from ccq.nn.read import GatedReadStep, QueryInParts, ReadStep
+from ccq.nn.read import GatedReadStep, QueryInParts, ReadResult, ReadStep
 from ccq.nn.reads import READS
 from ccq.nn.reads.random_covariance import random_rotations
 from ccq.ops.reads import (
@@ -292,9 +292,9 @@ def test_the_backbones_hand_over_their_decay(backbone: str) -> None:
     class Probe(ReadStep):
         keeps_statistics = False
 
-        def forward(self, q: Tensor, k: Tensor, *, log_decay: Tensor, **_: Any) -> tuple[Tensor, None]:
+        def forward(self, q: Tensor, k: Tensor, *, log_decay: Tensor, **_: Any) -> ReadResult:
             handed.append(log_decay)
-            return q, None
+            return ReadResult(q, None)
 
     layer.read = Probe(2, SIZE)
     x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)

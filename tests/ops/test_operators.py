@@ -121,6 +121,44 @@ def test_a_node_of_a_graph_has_the_name_of_its_operator() -> None:
     assert type(node).__name__ == "ccq_test_scaled_squareBackward"
 
 
+def _backward_and_passed(ctx: Any, gradient: Tensor | None, _: Any, passed: Tensor | None = None) -> tuple[Any, ...]:
+    if gradient is None:
+        return passed, None, None
+    d_x, *others = _backward(ctx, gradient, None)
+    return d_x if passed is None else d_x + passed, *others
+
+
+def test_an_argument_passes_through_and_its_gradient_comes_along() -> None:
+    @custom_operator("test_passing", schema="(Tensor x, Tensor? weight, float scale) -> (Tensor, Tensor)")
+    def passing(x: Tensor, weight: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        square = scale * x * x
+        return square if weight is None else weight * square, 2 * x
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _setup_context(ctx, inputs, output)
+        ctx.set_materialize_grads(False)
+
+    passing.register_autograd(_backward_and_passed, setup_context=setup_context, passed=0)
+    x, weight = inputs()
+    square, double, passed = passing.with_passed(x, weight, 0.5)
+    assert torch.equal(passed, x) and passed is not x and not double.requires_grad
+    assert passed.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    for loss, expected in (
+        ((square * passed.sin()).sum(), (0.5 * weight * x * x * x.sin()).sum()),
+        (passed.sin().sum(), x.sin().sum()),
+        (square.sum(), (0.5 * weight * x * x).sum()),
+    ):
+        found = torch.autograd.grad(loss, (x, weight), retain_graph=True, allow_unused=True)
+        for actual, wanted in zip(found, torch.autograd.grad(expected, (x, weight), allow_unused=True), strict=True):
+            assert (actual is None) == (wanted is None)
+            assert actual is None or torch.allclose(actual, wanted, rtol=1e-12)
+    # Nothing can reach it, so there is nothing to pass.
+    still = x.detach()
+    assert passing.with_passed(still, weight, 0.5)[2] is still
+    with torch.no_grad():
+        assert passing.with_passed(x, weight, 0.5)[2] is x
+
+
 def test_it_keeps_the_promises_of_an_operator() -> None:
     x, weight = inputs()
     library.opcheck(scaled_square.overload, (x, weight, 0.5))

@@ -417,7 +417,7 @@ class _ReadBeforeRule:
         # As the rule does it, to the bit: in float32, and of rows that lie one behind the other.
         q = presplit_query.unflatten(-1, (-1, self.head_k_dim))
         q, k = (l2_normalize(y.float().contiguous()) for y in (q, k))
-        q, statistics = self.read(
+        found = self.read(
             q,
             k,
             presplit_query=presplit_query,
@@ -426,6 +426,7 @@ class _ReadBeforeRule:
             cu_seqlens=cu_seqlens,
             normalized=True,
         )
+        q, k = found.query, k if found.keys is None else found.keys
         # On a GPU the rule is a kernel that takes q, k and v of one dtype, elsewhere PyTorch in float32.
         shared, dtype = self.num_v_heads // self.num_k_heads, v.dtype if v.is_cuda else q.dtype
         one_token = memory is not None and x.shape[1] == 1
@@ -444,7 +445,7 @@ class _ReadBeforeRule:
         )
         if layer is not None:
             layer.update_recurrent_state(memory)
-            layer.keep(statistics)
+            layer.keep(found.statistics)
         output = self.norm(output.to(v.dtype).flatten(0, 2), z.flatten(0, 2)).view(z.shape)
         return self.out_proj(output.flatten(2))
 

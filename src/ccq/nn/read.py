@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -19,9 +18,8 @@ from ccq.ops.checks import accumulation_dtype
 from ccq.ops.l2_norm import l2_norm
 from ccq.ops.layout import positions
 from ccq.ops.query import (
-    CurvatureConditionedQueryResult,
     KeyStatistics,
-    curvature_conditioned_query,
+    curvature_conditioned_query_and_keys,
     l2_normalize,
     update_and_read_,
 )
@@ -43,6 +41,9 @@ class ReadResult(NamedTuple):
     """The state of the read step, a NamedTuple of tensors of its kind, with the sequences in dimension 0; None while
     the correction is switched off, and of a read step without one.
     """
+    keys: Tensor | None = None
+    """[B, T, H, D], the keys for the write rule, where they go through the read step: the same numbers as k. The
+    gradient that reaches them is added to the read step's own in its kernel. None: k itself."""
 
 
 class QueryInParts(NamedTuple):
@@ -147,8 +148,8 @@ class ReadStep(nn.Module):
         cu_seqlens: Tensor | None = None,
         normalized: Normalized = False,
     ) -> ReadResult:
-        """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, and the state after the last
-        token.
+        """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, the state after the last
+        token, and the keys for the write rule where they are not k itself.
 
         log_decay, [B, T, H] or [B, T, H, X], is the backbone's own of each head or of the X parts of each head; read
         steps that forget as the memory does need it. statistics is the state that the call before returned; mask [B, T]
@@ -428,21 +429,20 @@ class CurvatureConditionedQuery(GatedReadStep):
             and not torch.is_grad_enabled()
             and not any(field.requires_grad for field in statistics)
         )
-        read: Callable[..., CurvatureConditionedQueryResult] = (
-            update_and_read_ if in_place else partial(curvature_conditioned_query, cu_seqlens=cu_seqlens, mask=mask)
-        )
-        result = read(
-            q,
-            k,
-            lam,
-            statistics=statistics,
-            normalize=self._normalize(normalized),
-            centred=self.centred,
-            return_correction=self.observer is not None,
-        )
+        options: dict[str, Any] = {
+            "statistics": statistics,
+            "normalize": self._normalize(normalized),
+            "centred": self.centred,
+            "return_correction": self.observer is not None,
+        }
+        keys = None
+        if in_place:
+            result = update_and_read_(q, k, lam, **options)
+        else:
+            result, keys = curvature_conditioned_query_and_keys(q, k, lam, cu_seqlens=cu_seqlens, mask=mask, **options)
         if result.correction is not None:
             self._observe(q, lam, result.correction, mask, normalized)
-        return ReadResult(result.query, result.statistics)
+        return ReadResult(result.query, result.statistics, keys)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, centred={self.centred}"

@@ -45,13 +45,35 @@ class Operator:
         """`function` makes empty outputs of the right shapes, for the compiler."""
         library.register_fake(self.name, function, lib=_library)
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)`, as for torch's `register_autograd`."""
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None], passed: int | None = None
+    ) -> None:
+        """`backward(ctx, *gradients)` and `setup_context(ctx, inputs, output)`, as for torch's `register_autograd`.
+        `passed` is the argument that `with_passed` hands on; its gradient then comes behind those of the outputs.
+        """
+        self._passed = passed
+        self._recorded = self._function(backward, setup_context, None)
+        self._recorded_with_passed: Any = None if passed is None else self._function(backward, setup_context, passed)
+
+    def with_passed(self, *arguments: Any) -> Any:
+        """The outputs (two or more) and, behind them, the argument `passed`, so that `backward` gets the gradient that
+        reaches it, to add it where it writes its own. Without gradients, and in a compiled graph, the argument itself.
+        """
+        assert self._passed is not None
+        passed = arguments[self._passed]
+        recorded = torch.is_grad_enabled() and passed.requires_grad and not torch.compiler.is_compiling()
+        if not recorded:
+            return *self.overload(*arguments), passed
+        self._refuse_tangents(arguments)
+        return self._recorded_with_passed.apply(*arguments)
+
+    def _function(self, backward: Callable[..., Any], setup_context: Callable[..., None], passed: int | None) -> Any:
+        """The autograd.Function of the operator, which returns the argument number `passed` as well."""
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             outputs = self._run_below(*arguments)
             setup_context(ctx, arguments, outputs)
-            return outputs
+            return outputs if passed is None else (*outputs, arguments[passed].view_as(arguments[passed]))
 
         def backward_once(ctx: Any, *gradients: Any) -> Any:
             found = backward(ctx, *gradients)
@@ -60,11 +82,10 @@ class Operator:
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
         # The name is that of the node in a graph.
-        self._recorded: Any = type(self.name.replace("::", "_"), (torch.autograd.Function,), methods)
+        return type(self.name.replace("::", "_"), (torch.autograd.Function,), methods)
 
     def _run(self, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments):
-            self._refuse()
+        self._refuse_tangents(arguments)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return self._run_below(*arguments)
         if any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
@@ -75,6 +96,10 @@ class Operator:
     def _run_below(self, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*arguments)
+
+    def _refuse_tangents(self, arguments: tuple[Any, ...]) -> None:
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments):
+            self._refuse()
 
     def _refuse(self, *_: Any) -> None:
         raise RuntimeError(

@@ -22,7 +22,7 @@ from ccq.ops.query import kernels
 
 SIZE = 256
 INTEGERS = ("begin", "end", "owner", "block_start", "chunk_start", "count")
-ROWS = ("x", "unit", "blocked", "query", "q", "dy", "dq", "weighted", "dk")
+ROWS = ("x", "unit", "blocked", "query", "q", "dy", "dq", "weighted", "beside", "dk")
 
 
 def compiled_memory(
@@ -76,7 +76,10 @@ def main() -> None:
                 (kernels._to_blocks_kernel, copied, types, config.row_warps, 1),
                 (kernels._scan_moments_kernel, scan | {"KEYS_ALIGNED": aligned}, moments, *scans),
                 *((kernels._covariance_kernel, reads | {"GRADIENTS": which}, types, *read) for which in (False, True)),
-                (kernels._key_gradients_kernel, pushes, types, *gradient),
+                *(
+                    (kernels._key_gradients_kernel, pushes | {"BESIDE": which}, types, *gradient)
+                    for which in (False, True)
+                ),
             )
         for kernel, constants, kinds, warps, stages in cases:
             size = compiled_memory(kernel, constants, kinds, warps, stages, 10 * capability[0] + capability[1])

@@ -36,6 +36,6 @@ def test_kernels_fit(capability: tuple[int, int]) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 22
+    assert len(found) == 26
     for kernel, dtype, size in found:
         assert 0 < size <= LIMITS[capability] * 1024, f"{kernel} for {dtype} takes {size} bytes"

@@ -24,7 +24,13 @@ from tests.ops.query.test_curvature_conditioned_query import (
 )
 from torch import Tensor, library
 
-from ccq.ops.query import KeyStatistics, curvature_conditioned_query, fused, l2_normalize
+from ccq.ops.query import (
+    KeyStatistics,
+    curvature_conditioned_query,
+    curvature_conditioned_query_and_keys,
+    fused,
+    l2_normalize,
+)
 
 pytest.importorskip("triton")
 
@@ -94,14 +100,16 @@ def test_sizes_of_the_table(seen: int, small_blocks: Callable[..., None]) -> Non
     check(make_case(1, 70, 1, 16, seen=seen))
 
 
-def test_long_sequences_are_scanned_in_segments(small_blocks: Callable[..., None]) -> None:
+@pytest.mark.parametrize("documents", [None, [0, 320, 321, 321, 330]])
+def test_long_sequences_are_scanned_in_segments(documents: list[int] | None, small_blocks: Callable[..., None]) -> None:
     small_blocks(**SMALL | {"chunk": 32})
-    case = make_case(1, 330, 1, 16)
+    sequences = 1 if documents is None else len(documents) - 1
+    case = make_case(1, 330, 1, 16, sequences=sequences)
     config = kernels.configuration(torch.float32, 16, torch.device(DEVICE))
-    plan = kernels.make_plan(1, 330, None, None, config, torch.device(DEVICE))
+    plan = kernels.make_plan(1, 330, None, documents, config, torch.device(DEVICE))
     launch = kernels.Launcher(case.q.to(DEVICE), plan, config, True, True, True)
     assert launch.segments > 1 and launch.per_segment > 1
-    check(case)
+    check(case, **({} if documents is None else {"cu_seqlens": torch.tensor(documents)}))
 
 
 @pytest.mark.parametrize(
@@ -391,7 +399,8 @@ def test_autocast_around_the_call_rounds_nothing() -> None:
         assert torch.equal(rounded[name], value), name
 
 
-def test_nothing_large_but_the_inputs_is_kept_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("read", [curvature_conditioned_query, curvature_conditioned_query_and_keys])
+def test_nothing_large_but_the_inputs_is_kept_for_the_backward_pass(read: Callable[..., Any]) -> None:
     case = make_case(1, 64, 1, 64, seen=0).to(torch.float32)
     q, k, gate = (x.to(DEVICE).requires_grad_() for x in case[:3])
     kept: dict[int, int] = {}
@@ -401,7 +410,7 @@ def test_nothing_large_but_the_inputs_is_kept_for_the_backward_pass() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        curvature_conditioned_query(q, k, gate, backend="triton")
+        read(q, k, gate, backend="triton")
     beyond = [size for pointer, size in kept.items() if pointer not in {x.data_ptr() for x in (q, k, gate)}]
     # The statistics at the start, the totals before each block, and a few numbers a token.
     assert sum(beyond) <= 64 * 64 + 5 * 64 + 5 * 64
@@ -431,6 +440,182 @@ def test_compiles_without_a_break_and_agrees(tokens: int, gradient: bool) -> Non
         results.append(outputs)
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(compiled, eager)
+
+
+def weights_for(case: Case, dtype: torch.dtype, strength: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What the query and the keys are multiplied by in a loss; rounding to `dtype` changes nothing where strength, that
+    of the query, is a power of two.
+    """
+    random = torch.Generator().manual_seed(2)
+    w_query, w_keys = (torch.randn(case.q.shape, generator=random).to(dtype).double() for _ in range(2))
+    return strength * w_query, w_keys
+
+
+def with_keys(
+    case: Case, dtype: torch.dtype, used: tuple[str, ...], strength: float = 1.0, **options: Any
+) -> dict[str, Tensor]:
+    """Query and gradients by the kernels, of a loss of the query, of the keys that come back, or of both."""
+    leaves = [x.to(DEVICE).requires_grad_() for x in case[:3]]
+    statistics = KeyStatistics(*(x.to(DEVICE) for x in case.statistics))
+    options = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    result, keys = curvature_conditioned_query_and_keys(*leaves, statistics=statistics, backend="triton", **options)
+    assert torch.equal(keys, leaves[1]) and keys is not leaves[1]
+    terms = zip((result.query, keys), weights_for(case, dtype, strength), strict=True)
+    losses = dict(zip(("query", "keys"), ((x.cpu().double() * weight).sum() for x, weight in terms), strict=True))
+    gradients = torch.autograd.grad(sum(losses[name] for name in used), leaves, allow_unused=True)
+    found = zip(("d_q", "d_k", "d_gate"), gradients, strict=True)
+    return {"query": result.query.detach().cpu()} | {name: x.cpu() for name, x in found if x is not None}
+
+
+def used_twice(case: Case, dtype: torch.dtype, strength: float = 1.0, **options: Any) -> dict[str, Tensor]:
+    """The same by the recurrence in float64, where k is used twice and autograd adds."""
+    case = case.to(torch.float64)
+    leaves = [x.clone().requires_grad_() for x in case[:3]]
+    query = curvature_conditioned_query(*leaves, statistics=case.statistics, backend="reference", **options).query
+    w_query, w_keys = weights_for(case, dtype, strength)
+    gradients = torch.autograd.grad((query * w_query).sum() + (leaves[1] * w_keys).sum(), leaves)
+    return {"query": query.detach()} | dict(zip(("d_q", "d_k", "d_gate"), gradients, strict=True))
+
+
+def additions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list to which each launch of `_key_gradients_kernel` will add whether it adds a gradient from elsewhere."""
+    launches: list[bool] = []
+    launch = kernels.Launcher.run
+
+    def note(self: Any, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if kernel is kernels._key_gradients_kernel and not self.compile_only:
+            launches.append(constants["BESIDE"])
+        launch(self, kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(kernels.Launcher, "run", note)
+    return launches
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize("normalize", [True, "queries", False])
+@pytest.mark.parametrize("kind", ["dense", "packed", "padded"])
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_adds_what_reaches_the_keys(
+    dtype: torch.dtype, size: int, kind: str, normalize: bool | str, small_blocks: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    small_blocks(**SMALLER | {"tile": 64, "part": 64})
+    # Full blocks, whose keys are read where they are, unless they are packed or padded.
+    rows, tokens = (1, 50) if kind == "packed" else (2, 48)
+    case = make_case(rows, tokens, 128 // size or 1, size, sequences=4 if kind == "packed" else None)
+    if normalize is not True:
+        case = case._replace(k=l2_normalize(case.k))
+    case = case.to(dtype)
+    mask = torch.arange(tokens)[None] >= torch.tensor([[3], [0]])
+    mask[1, 40:] = False
+    options: dict[str, Any] = {"normalize": normalize}
+    options |= {"packed": {"cu_seqlens": torch.tensor([0, 0, 33, 34, 50])}, "padded": {"mask": mask}}.get(kind, {})
+    # So that neither share of the gradient hides behind the other.
+    w_keys = weights_for(case, dtype)[1]
+    share = used_twice(case, dtype, **options)["d_k"] - w_keys
+    strength = 2.0 ** torch.log2(w_keys.norm() / share.norm()).round().item()
+    launches = additions(monkeypatch)
+    actual = with_keys(case, dtype, ("query", "keys"), strength, **options)
+    assert launches == [kind != "padded"]
+    expected = used_twice(case, dtype, strength, **options)
+    tolerance = TOLERANCE if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for name, value in expected.items():
+        assert_close(name, actual[name], value, tolerance, floor=FLOOR)
+    assert actual["d_k"].dtype == dtype
+    if kind == "padded":
+        assert torch.equal(actual["d_k"][~mask], w_keys[~mask].to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["dense", "padded"])
+def test_only_one_of_query_and_keys_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(2, 35, 1, 16).to(torch.float32)
+    options = {"mask": torch.arange(35).expand(2, 35) > 2} if kind == "padded" else {}
+    launches = additions(monkeypatch)
+    alone = with_keys(case, torch.float32, ("query",), **options)
+    assert launches == [False]
+    leaves = [x.to(DEVICE).requires_grad_() for x in case[:3]]
+    statistics = KeyStatistics(*(x.to(DEVICE) for x in case.statistics))
+    placed = {name: x.to(DEVICE) for name, x in options.items()}
+    query = curvature_conditioned_query(*leaves, statistics=statistics, backend="triton", **placed).query
+    weight = weights_for(case, torch.float32)[0].float().to(DEVICE)
+    gradients = torch.autograd.grad(query, leaves, weight)
+    expected = dict(zip(("query", "d_q", "d_k", "d_gate"), (query.detach(), *gradients), strict=True))
+    assert alone.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(alone[name], value.cpu()), name
+    launches.clear()
+    keys_only = with_keys(case, torch.float32, ("keys",), **options)
+    assert launches == []
+    assert keys_only.keys() == {"query", "d_k"}
+    assert torch.equal(keys_only["d_k"], weights_for(case, torch.float32)[1].float())
+
+
+def test_what_reaches_the_keys_may_have_any_strides() -> None:
+    packed = torch.randn(2, 20, 2, 3 * 16, dtype=torch.float64)
+    k = packed.split(16, dim=-1)[1].float()
+    for loss in (lambda keys: keys.sum(), lambda keys: (keys.transpose(1, 2) * k.transpose(1, 2).to(keys)).sum()):
+        found = []
+        for backend, dtype, device in (("reference", torch.float64, "cpu"), ("triton", torch.float32, DEVICE)):
+            leaf = packed.float().to(device, dtype).requires_grad_()
+            q, k_in, _ = leaf.split(16, dim=-1)
+            result, keys = curvature_conditioned_query_and_keys(q, k_in, 0.5, backend=backend)
+            found.append(torch.autograd.grad(result.query.square().sum() + loss(keys), leaf)[0])
+        assert_close("gradient", found[1].cpu(), found[0], 1e-5)
+
+
+def test_keys_that_need_no_gradient_come_back_themselves() -> None:
+    q, k, gate = (x.float().to(DEVICE) for x in make_case(1, 5, 1, 16)[:3])
+    read = curvature_conditioned_query_and_keys
+    leaf = k.clone().requires_grad_()
+    assert read(q.requires_grad_(), k, gate, backend="triton")[1] is k
+    assert read(q, leaf, gate, backend="torch")[1] is leaf
+    assert read(q, leaf, gate, backend="reference")[1] is leaf
+    with torch.no_grad():
+        assert read(q, leaf, gate, backend="triton")[1] is leaf
+        token = leaf[:, :1]
+        assert read(q[:, :1], token, gate[:, :1], backend="triton")[1] is token
+
+
+def test_derivatives_of_derivatives_are_refused_with_keys_too() -> None:
+    q, k, gate = (x.float().to(DEVICE) for x in make_case(1, 5, 1, 16)[:3])
+    leaf = k.clone().requires_grad_()
+    for used in ((True, True), (True, False), (False, True)):
+        result, keys = curvature_conditioned_query_and_keys(q, leaf, gate, backend="triton")
+        loss = sum(x.square().sum() for x, use in zip((result.query, keys), used, strict=True) if use)
+        (d_k,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="ccq::read_step has no derivative"):
+            d_k.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own
+def test_forward_mode_is_refused_with_keys_too() -> None:
+    q, k, gate = (x.float().to(DEVICE) for x in make_case(1, 5, 1, 16)[:3])
+
+    k.requires_grad_()
+
+    def read(q: Tensor) -> Tensor:
+        return curvature_conditioned_query_and_keys(q, k, gate, backend="triton")[0].query
+
+    with pytest.raises(RuntimeError, match="ccq::read_step has no derivative"):
+        torch.func.jvp(read, (q,), (q,))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+def test_keys_compile_without_a_break() -> None:
+    case = make_case(1, 35, 1, 16).to(torch.float32)
+
+    def read(q: Tensor, k: Tensor, gate: Tensor) -> Tensor:
+        result, keys = curvature_conditioned_query_and_keys(q, k, gate, backend="triton")
+        return result.query.square().sum() + keys.sin().sum()
+
+    results = []
+    for function in (read, torch.compile(read, fullgraph=True, backend="aot_eager")):
+        inputs = [x.clone().to(DEVICE).requires_grad_() for x in case[:3]]
+        loss = function(*inputs)
+        results.append((loss, *torch.autograd.grad(loss, inputs)))
+    for eager, compiled in zip(*results, strict=True):
+        assert_close("compiled", compiled, eager, 1e-6)
 
 
 def operator_inputs(tokens: int, *, sequences: int = 1, gradient: bool = False) -> list[Tensor]:
@@ -487,9 +672,9 @@ def test_the_operator_keeps_its_promises_with_padding_and_packing(boundaries: li
     mask = None if boundaries else torch.arange(20, device=DEVICE)[None] > 2
     inputs = operator_inputs(20, sequences=1 if boundaries is None else 3)
     checks = ("test_schema", "test_faketensor")
-    library.opcheck(
-        fused.read_step.overload, (*inputs, mask, boundaries, True, True, True, True, True), test_utils=checks
-    )
+    for statistics in (inputs[3:], [None] * 3):
+        arguments = (*inputs[:3], *statistics, mask, boundaries, True, True, True, True, True)
+        library.opcheck(fused.read_step.overload, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("correction", [True, False])
@@ -498,11 +683,12 @@ def test_the_backward_operator_keeps_its_promises(correction: bool) -> None:
     _, r, _, last_total, _, *saved = fused.read_step(
         q, k, gate, second_moment, total, count, None, None, True, True, True, correction, False
     )
-    states = (torch.ones_like(second_moment), torch.ones_like(total)) if correction else (None, None)
+    states = (torch.ones_like(second_moment), torch.ones_like(total))
     arguments = (q, k, gate, second_moment, count, r, last_total, *saved, torch.ones_like(q))
+    options = (None, None, True, True, True, correction)
     library.opcheck(
         fused.read_step_backward.overload,
-        (*arguments, torch.ones_like(q) if correction else None, *states, None, None, True, True, True, correction),
+        (*arguments, *((torch.ones_like(q), *states, torch.ones_like(k)) if correction else (None,) * 4), *options),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -539,12 +725,10 @@ def test_auto_takes_the_kernels_where_they_can_run(
 
     taken: list[str] = []
 
-    def note(name: str) -> Callable[..., tuple[Tensor, None, KeyStatistics]]:
-        def implementation(
-            q: Tensor, k: Tensor, gate: Tensor, statistics: KeyStatistics, **_: Any
-        ) -> tuple[Tensor, None, KeyStatistics]:
+    def note(name: str) -> Callable[..., tuple[Any, ...]]:
+        def implementation(q: Tensor, k: Tensor, gate: Tensor, statistics: KeyStatistics, **_: Any) -> tuple[Any, ...]:
             taken.append(name)
-            return q, None, statistics
+            return (q, None, statistics, k) if name == "fused" else (q, None, statistics)
 
         return implementation
 

@@ -32,8 +32,9 @@ def test_kernels_fit_the_card() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     names = collections.Counter(each["kernel"] for each in found)
-    # With keys that are copied or read where they are: forward and backward, and the gradients of the keys.
-    assert names == {"_covariance_kernel": 4, "_key_gradients_kernel": 2}
+    # With keys that are copied or read where they are: forward and backward, and the gradients of the keys without and
+    # with one from elsewhere.
+    assert names == {"_covariance_kernel": 4, "_key_gradients_kernel": 4}
     for each in found:
         # From the CUDA C++ programming guide, and its cache of instructions as measured (docs/kernels.md).
         assert each["shared"] <= 227 * 1024, each

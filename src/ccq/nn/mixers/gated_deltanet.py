@@ -122,7 +122,7 @@ class GatedDeltaNet(nn.Module):
 
         statistics = None
         if self.read is not None:
-            q, statistics = self.read(
+            found = self.read(
                 q,
                 k,
                 presplit_query=presplit_query,
@@ -132,6 +132,8 @@ class GatedDeltaNet(nn.Module):
                 cu_seqlens=cu_seqlens,
                 normalized="keys" if by_read else True,
             )
+            q, statistics = found.query, found.statistics
+            k = k if found.keys is None else found.keys
         output, memory = read_memory(
             gated_delta_rule,
             q,

@@ -115,7 +115,7 @@ class GatedLinearAttention(nn.Module):
 
         statistics = None
         if self.read is not None:
-            q, statistics = self.read(
+            found = self.read(
                 q,
                 k,
                 presplit_query=presplit_query,
@@ -124,6 +124,8 @@ class GatedLinearAttention(nn.Module):
                 mask=mask,
                 cu_seqlens=cu_seqlens,
             )
+            q, statistics = found.query, found.statistics
+            k = k if found.keys is None else found.keys
         output, memory = read_memory(
             gated_linear_attention,
             q,

@@ -127,7 +127,7 @@ class Mamba2(nn.Module):
 
         statistics = None
         if self.read is not None:
-            q, statistics = self.read(
+            found = self.read(
                 q,
                 k,
                 presplit_query=presplit_query,
@@ -136,6 +136,8 @@ class Mamba2(nn.Module):
                 mask=mask,
                 cu_seqlens=cu_seqlens,
             )
+            q, statistics = found.query, found.statistics
+            k = k if found.keys is None else found.keys
         values = split_heads(v, self.num_heads).to(dtype)
         output, memory = read_memory(
             state_space_duality,

@@ -55,7 +55,9 @@ class RandomRead(CurvatureConditionedQuery):
             # One product a head, of which only the result is copied: the operator wants it in the order of k.
             turned = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.rotation.to(k.dtype).mT)
             k = turned.transpose(0, 1).unflatten(0, k.shape[:2])
-        return super().forward(q, k, presplit_query=presplit_query, normalized=normalized, **options)
+        result = super().forward(q, k, presplit_query=presplit_query, normalized=normalized, **options)
+        # The memory is written with the keys as they were.
+        return result._replace(keys=None)
 
     @property
     def operations_per_token(self) -> int:

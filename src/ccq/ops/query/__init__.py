@@ -28,6 +28,7 @@ __all__ = [
     "CurvatureConditionedQueryResult",
     "KeyStatistics",
     "curvature_conditioned_query",
+    "curvature_conditioned_query_and_keys",
     "l2_normalize",
     "update_and_read_",
 ]
@@ -99,6 +100,79 @@ def curvature_conditioned_query(
             tensors are looked at on a CPU only); on input that backend "triton" does not take.
         ImportError, RuntimeError: with backend "triton", if triton is not installed or the tensors are on a CPU.
     """
+    return _read(
+        q,
+        k,
+        gate,
+        statistics=statistics,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        normalize=normalize,
+        centred=centred,
+        return_correction=return_correction,
+        query_dtype=query_dtype,
+        backend=backend,
+        pass_keys=False,
+    )[0]
+
+
+def curvature_conditioned_query_and_keys(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | float,
+    *,
+    statistics: KeyStatistics | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    normalize: bool | str = True,
+    centred: bool = True,
+    return_correction: bool = False,
+    query_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[CurvatureConditionedQueryResult, Tensor]:
+    """`curvature_conditioned_query`, and the keys to write with: the numbers of k, whatever `normalize` says.
+
+    A layer uses its keys twice, and the two gradients are added. Where it writes with the keys that come back, the
+    last kernel of "triton" adds the gradient that reaches them, at padding too, to its own before that is rounded; a
+    pass over both is saved. With the other backends, in compiled graphs and without gradients it is k itself that comes
+    back.
+
+    Arguments and errors as in `curvature_conditioned_query`.
+
+    Returns:
+        (CurvatureConditionedQueryResult(query, correction, statistics), keys [B, T, H, D] in the dtype of k).
+    """
+    return _read(
+        q,
+        k,
+        gate,
+        statistics=statistics,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        normalize=normalize,
+        centred=centred,
+        return_correction=return_correction,
+        query_dtype=query_dtype,
+        backend=backend,
+        pass_keys=True,
+    )
+
+
+def _read(
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor | float,
+    *,
+    statistics: KeyStatistics | None,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    normalize: bool | str,
+    centred: bool,
+    return_correction: bool,
+    query_dtype: torch.dtype | None,
+    backend: str,
+    pass_keys: bool,
+) -> tuple[CurvatureConditionedQueryResult, Tensor]:
     check_backend(backend, BACKENDS)
     check_input("q", q, ("B", "T", "H", "D"))
     check_input("k", k, tuple(q.shape), q)
@@ -113,21 +187,21 @@ def curvature_conditioned_query(
     # Sums of a float32 state must not be rounded by an autocast around the model.
     with torch.autocast(q.device.type, enabled=False):
         if chosen == "triton":
-            return CurvatureConditionedQueryResult(
-                *fused_curvature_conditioned_query(
-                    q,
-                    k,
-                    gate,
-                    statistics,
-                    mask=mask,
-                    boundaries=boundaries,
-                    unit_queries=unit_queries,
-                    unit_keys=unit_keys,
-                    centred=centred,
-                    return_correction=return_correction,
-                    query_dtype=query_dtype,
-                )
+            query, correction, last, keys = fused_curvature_conditioned_query(
+                q,
+                k,
+                gate,
+                statistics,
+                mask=mask,
+                boundaries=boundaries,
+                unit_queries=unit_queries,
+                unit_keys=unit_keys,
+                centred=centred,
+                return_correction=return_correction,
+                query_dtype=query_dtype,
+                pass_keys=pass_keys,
             )
+            return CurvatureConditionedQueryResult(query, correction, last), keys
         if statistics is None:
             statistics = KeyStatistics.zeros(sequences, q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
         if chosen == "reference":
@@ -142,10 +216,11 @@ def curvature_conditioned_query(
                 unit_keys=unit_keys,
                 centred=centred,
             )
-            return CurvatureConditionedQueryResult(
+            result = CurvatureConditionedQueryResult(
                 query.to(query_dtype), correction if return_correction else None, last
             )
-        return CurvatureConditionedQueryResult(
+            return result, k
+        result = CurvatureConditionedQueryResult(
             *chunked_curvature_conditioned_query(
                 q,
                 k,
@@ -160,6 +235,7 @@ def curvature_conditioned_query(
                 query_dtype=query_dtype,
             )
         )
+        return result, k
 
 
 def update_and_read_(

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ccq.ops.checks import accumulation_dtype
 from ccq.ops.operators import custom_operator
 from ccq.ops.query.statistics import KeyStatistics
 
@@ -93,7 +92,7 @@ _SEQUENCES = "Tensor? mask, int[]? boundaries, "
 
 @custom_operator(
     "read_step",
-    schema=f"({_INPUTS}Tensor? second_moment, Tensor total, Tensor count, {_SEQUENCES}{_OPTIONS}{_RESULTS})"
+    schema=f"({_INPUTS}Tensor? second_moment, Tensor? total, Tensor? count, {_SEQUENCES}{_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def read_step(
@@ -101,8 +100,8 @@ def read_step(
     k: Tensor,
     gate: Tensor,
     second_moment: Tensor | None,
-    total: Tensor,
-    count: Tensor,
+    total: Tensor | None,
+    count: Tensor | None,
     mask: Tensor | None,
     boundaries: Sequence[int] | None,
     unit_queries: bool,
@@ -114,27 +113,28 @@ def read_step(
     """The read step. Query (float32 with `wide`), correction (or an empty tensor), second moment, total, count; and for
     the backward pass the reciprocal lengths of the queries, the totals before each group of keys, and the mean scores.
 
-    A second moment of None is zero: where training starts, and every layer would keep its zeros.
+    Statistics of None are those before the first key: where training starts, and every layer would make zeros and keep
+    them.
     """
     _step(q)
     kernels = _kernels()
-    q, k, gate, total, count = _contiguous(q, k, gate, total, count)
-    second_moment = None if second_moment is None else second_moment.contiguous()
+    q, k, gate = _contiguous(q, k, gate)
+    second_moment, total, count = (None if x is None else x.contiguous() for x in (second_moment, total, count))
     with torch.cuda.device_of(q):
         config = kernels.configuration(q.dtype, q.shape[-1], q.device)
         edges = None if boundaries is None else list(boundaries)
         plan = kernels.make_plan(q.shape[0], q.shape[1], mask, edges, config, q.device)
         done = kernels.forward(
-            q, k, gate, second_moment, total, count, plan, config,
+            q, k, gate, second_moment, total, plan.nothing if count is None else count, plan, config,
             unit_queries=unit_queries, unit_keys=unit_keys, centred=centred, return_correction=return_correction,
             wide=wide,
         )  # fmt: skip
         if mask is not None:
             _padding().fill_outputs(mask, q, done.query, done.kept.correction, unit_queries)
-        _, total, *rest = done.kept
+        _, last_total, *rest = done.kept
         correction = q.new_empty(0, dtype=torch.float32) if done.kept.correction is None else done.kept.correction
-        last_count = count + (plan.end - plan.begin)
-    return done.query, correction, done.second_moment, total, last_count, *rest
+        last_count = plan.length.clone() if count is None else count + plan.length
+    return done.query, correction, done.second_moment, last_total, last_count, *rest
 
 
 @read_step.register_fake
@@ -143,8 +143,8 @@ def _(
     k: Tensor,
     gate: Tensor,
     second_moment: Tensor | None,
-    total: Tensor,
-    count: Tensor,
+    total: Tensor | None,
+    count: Tensor | None,
     mask: Tensor | None,
     boundaries: Sequence[int] | None,
     unit_queries: bool,
@@ -156,15 +156,16 @@ def _(
     rows, tokens, heads, size = q.shape
     block = _kernels().configuration(q.dtype, int(size), q.device).block
     blocks: Any = rows * ((tokens + block - 1) // block)
+    sequences = rows if boundaries is None else len(boundaries) - 1
     if boundaries is not None:
         blocks = sum((end - begin + block - 1) // block for begin, end in itertools.pairwise(boundaries))
     kept = torch.float32
     return (
         q.new_empty(q.shape, dtype=kept if wide else q.dtype),
         q.new_empty(q.shape if return_correction else 0, dtype=kept),
-        total.new_empty((*total.shape, size)),
-        total.new_empty(total.shape),
-        count.new_empty(count.shape),
+        q.new_empty((sequences, heads, size, size), dtype=kept),
+        q.new_empty((sequences, heads, size), dtype=kept),
+        q.new_empty(sequences, dtype=torch.int64),
         q.new_empty((rows, tokens, heads), dtype=kept),
         q.new_empty((blocks, heads, size), dtype=kept),
         q.new_empty((rows, tokens, heads), dtype=kept),
@@ -173,8 +174,8 @@ def _(
 
 @custom_operator(
     "read_step_backward",
-    schema=f"({_INPUTS}Tensor? second_moment, Tensor count, Tensor correction, Tensor last_total, Tensor reciprocal, "
-    "Tensor vectors, Tensor mean, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, "
+    schema=f"({_INPUTS}Tensor? second_moment, Tensor? count, Tensor correction, Tensor last_total, Tensor reciprocal, "
+    "Tensor vectors, Tensor mean, Tensor dy, Tensor? dr, Tensor? d_moment, Tensor? d_total, Tensor? beside, "
     f"{_SEQUENCES}{_OPTIONS}bool state_gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def read_step_backward(
@@ -182,7 +183,7 @@ def read_step_backward(
     k: Tensor,
     gate: Tensor,
     second_moment: Tensor | None,
-    count: Tensor,
+    count: Tensor | None,
     correction: Tensor,
     last_total: Tensor,
     reciprocal: Tensor,
@@ -192,6 +193,7 @@ def read_step_backward(
     dr: Tensor | None,
     d_moment: Tensor | None,
     d_total: Tensor | None,
+    beside: Tensor | None,
     mask: Tensor | None,
     boundaries: Sequence[int] | None,
     unit_queries: bool,
@@ -200,12 +202,14 @@ def read_step_backward(
     state_gradients: bool,
 ) -> tuple[Tensor, ...]:
     """The gradients of `read_step` in q, k, gate and (else empty) second_moment and total; `dr` needs the saved
-    correction.
+    correction. beside, [B, T, H, D] in the dtype of k, is added to the gradient of k, also at padding.
     """
     _step(q)
     kernels = _kernels()
-    q, k, gate, count, dy = _contiguous(q, k, gate, count, dy)
-    second_moment = None if second_moment is None else second_moment.contiguous()
+    q, k, gate, dy = _contiguous(q, k, gate, dy)
+    second_moment, count = (None if x is None else x.contiguous() for x in (second_moment, count))
+    # The kernels leave padding alone, and what comes from elsewhere stays there.
+    added = beside.contiguous() if beside is not None and mask is None else None
     with torch.cuda.device_of(q):
         config = kernels.configuration(q.dtype, q.shape[-1], q.device)
         edges = None if boundaries is None else list(boundaries)
@@ -214,13 +218,15 @@ def read_step_backward(
         gradients = kernels.backward(
             q, k, gate, dy, None if dr is None else dr.contiguous(),
             None if d_moment is None else d_moment.contiguous(),
-            torch.zeros_like(last_total) if d_total is None else d_total.contiguous(),
-            kept, second_moment, count, plan, config, unit_queries=unit_queries, unit_keys=unit_keys, centred=centred,
-            state_gradients=state_gradients,
+            None if d_total is None else d_total.contiguous(),
+            kept, second_moment, plan.nothing if count is None else count, plan, config, unit_queries=unit_queries,
+            unit_keys=unit_keys, centred=centred, state_gradients=state_gradients, beside=added,
         )  # fmt: skip
         d_gate = gradients.gate.contiguous()
         if mask is not None:
             _padding().clear_gradients(mask, gradients.q, gradients.k, d_gate)
+            if beside is not None:
+                gradients.k.add_(beside)
     return gradients.q, gradients.k, d_gate.to(gate.dtype), gradients.second_moment, gradients.total
 
 
@@ -230,7 +236,7 @@ def _(
     k: Tensor,
     gate: Tensor,
     second_moment: Tensor | None,
-    count: Tensor,
+    count: Tensor | None,
     correction: Tensor,
     last_total: Tensor,
     *options: Any,
@@ -258,8 +264,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(
-    ctx: Any, dy: Tensor | None, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None, *_: Any
+    ctx: Any,
+    dy: Tensor | None,
+    dr: Tensor | None,
+    d_moment: Tensor | None,
+    d_total: Tensor | None,
+    _count: None,
+    _reciprocal: None,
+    _vectors: None,
+    _mean: None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
+    if beside is not None and all(x is None for x in (dy, dr, d_moment, d_total)):
+        return None, beside, *(None,) * 11
     *saved, mask = ctx.saved_tensors
     state_gradients = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     *rows, d_moment, d_total = torch.ops.ccq.read_step_backward(
@@ -268,6 +285,7 @@ def _backward(
         dr if ctx.return_correction else None,
         d_moment,
         d_total,
+        beside,
         mask,
         ctx.boundaries,
         ctx.unit_queries,
@@ -279,7 +297,7 @@ def _backward(
     return *rows, *states, *(None,) * 8
 
 
-read_step.register_autograd(_backward, setup_context=_setup_context)
+read_step.register_autograd(_backward, setup_context=_setup_context, passed=1)
 
 
 @custom_operator(
@@ -392,9 +410,11 @@ def fused_curvature_conditioned_query(
     centred: bool,
     return_correction: bool,
     query_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, KeyStatistics]:
+    pass_keys: bool,
+) -> tuple[Tensor, Tensor | None, KeyStatistics, Tensor]:
     """The read step by Triton kernels; arguments and results as in `chunked_curvature_conditioned_query`, and
-    statistics of None stand for those before the first key.
+    statistics of None stand for those before the first key. Returns k too: with `pass_keys` as an output of the read
+    step, whose kernel then adds the gradient that reaches it to its own.
 
     Raises:
         ImportError: without triton.
@@ -403,24 +423,21 @@ def fused_curvature_conditioned_query(
     """
     check_supported(q)
     rows, tokens, heads, size = q.shape
-    moment: Tensor | None = None
-    if statistics is None:
-        kept = accumulation_dtype(q.dtype)
-        sequences = rows if boundaries is None else len(boundaries) - 1
-        total = q.new_zeros(sequences, heads, size, dtype=kept)
-        count = q.new_zeros(sequences, dtype=torch.int64)
-    else:
-        moment, total, count = statistics
-    inputs = [x for x in (q, k, gate, moment, total) if x is not None]
+    inputs = (q, k, gate, *(() if statistics is None else statistics))
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     options = (unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype)
     if tokens == 1 and mask is None and boundaries is None and not gradient:
-        if moment is None:
-            moment = q.new_zeros(rows, heads, size, size, dtype=total.dtype)
-        query, correction, *last = torch.ops.ccq.read_token(q, k, gate, moment, total, count, *options)
+        if statistics is None:
+            statistics = KeyStatistics.zeros(rows, heads, size, dtype=q.dtype, device=q.device)
+        query, correction, *last = torch.ops.ccq.read_token(q, k, gate, *statistics, *options)
     else:
-        query, correction, *last = torch.ops.ccq.read_step(q, k, gate, moment, total, count, mask, boundaries, *options)
-    return query, correction if return_correction else None, KeyStatistics(*last[:3])
+        known = (None, None, None) if statistics is None else statistics
+        arguments = (q, k, gate, *known, mask, boundaries, *options)
+        if pass_keys:
+            query, correction, *last, k = read_step.with_passed(*arguments)
+        else:
+            query, correction, *last = torch.ops.ccq.read_step(*arguments)
+    return query, correction if return_correction else None, KeyStatistics(*last[:3]), k
 
 
 def fused_update_and_read_(

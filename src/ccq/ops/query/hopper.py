@@ -15,7 +15,8 @@ language in which the program says which warp does what:
 - A slot is passed on by two barriers: one that is passed when it is full, and one when all its readers have freed it.
   Who waits for a slot must have freed before all that the copying warp waits for on its way there; else both wait for
   ever.
-- What is computed takes the place of what it was computed from, and leaves from there as one bulk copy.
+- What is computed takes the place of what it was computed from, and leaves from there as one bulk copy. What is added
+  to dk comes as the last tile of an item, while the products before it are computed.
 
 A processor keeps 128 KiB of instructions. Two groups have their code twice, and what does not fit is fetched anew for
 every item, at two to three times the time. So the longest pieces are loops that carry sums around, where unrolled ones
@@ -55,8 +56,10 @@ C = gl.constexpr(256)
 EPSILON = gl.constexpr(NORM_EPSILON)
 WARPS = gl.constexpr(4)
 """Of a group that multiplies."""
-ROW_SLOTS, SLOTS = gl.constexpr(3), gl.constexpr(4)
-"""Of the rings. Seven slots are all that fit."""
+SLOTS = gl.constexpr(7)
+"""Of both rings together: all that fit."""
+ROW_SLOTS = gl.constexpr(3)
+"""Of the ring of rows. Forward it has one more: tiles are few there, and the rows of the next item may be there too."""
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """Registers a thread at launch. 12 warps share them out anew: each that multiplies gets 240."""
 REGISTERS = gl.constexpr([240, 24])
@@ -139,20 +142,6 @@ def _free(ring, number):
 
 
 @gluon.jit
-def _warm(pointer, size):
-    """Have the second-level cache fetch `size` bytes. One lane asks."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointer.to(gl.int64), size],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _halves(x, LAYOUT: gl.constexpr):
     """The columns of x, in two. Nothing moves between threads."""
     left, right = x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
@@ -199,7 +188,7 @@ def _before(vectors, count, n, h, start, low, T, H: gl.constexpr):
 def _copy_for_reads(
     inputs, walk, rows, ring, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr, GRADIENTS: gl.constexpr
 ):  # fmt: skip
-    x, q, unit, covariances, unit_pointer, covariance_pointer, count = inputs
+    x, q, unit, covariances, count = inputs
     schedule, items, T, sequences = walk
     taken = 0
     filled = 0
@@ -214,11 +203,6 @@ def _copy_for_reads(
         for tile in range((BR + start - low) // BT):
             at = gl.where(tile < BR // BT, start + tile * BT, low + tile * BT - BR)
             filled = _fill(unit, key + at, side, ring, filled)
-        # What the next item reads first is on its way while this one is multiplied.
-        n_next, h_next, start_next, _ = _item(schedule, gl.minimum(item + gl.num_programs(0), items - 1), T, H)
-        _warm(covariance_pointer + _state(n_next, h_next, start_next, T, H) * (D * D), D * D * 2)
-        if not KEYS_ALIGNED:
-            _warm(unit_pointer + ((h_next * sequences + n_next).to(gl.int64) * T + start_next) * D, BR * D * 2)
         if gl.load(count + n) + low > 0:
             state = _state(n, h, start, T, H).to(gl.int32) * D
             for part in range(D // BT):
@@ -397,15 +381,16 @@ def _read(
 
 @gluon.jit(do_not_specialize=["items", "T", "sequences"])
 def _covariance_kernel(
-    x, q, unit, covariances, query, dq, weighted, unit_pointer, covariance_pointer, vectors, gate, count, mean,
-    reciprocal, mean_q, d_gate, leans, schedule, items, T, sequences, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr,
-    NORMALIZE: gl.constexpr, GRADIENTS: gl.constexpr,
+    x, q, unit, covariances, query, dq, weighted, vectors, gate, count, mean, reciprocal, mean_q, d_gate, leans,
+    schedule, items, T, sequences, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr, NORMALIZE: gl.constexpr,
+    GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     """As that of `kernels.py`: q and from dq on are for GRADIENTS only, query for the other."""
     dtype: gl.constexpr = x.dtype
-    rows = _make_ring(ROW_SLOTS, 1, dtype)
-    ring = _make_ring(SLOTS, 2, dtype)
-    inputs = (x, q, unit, covariances, unit_pointer, covariance_pointer, count)
+    held: gl.constexpr = ROW_SLOTS if GRADIENTS else ROW_SLOTS + 1
+    rows = _make_ring(held, 1, dtype)
+    ring = _make_ring(SLOTS - held, 2, dtype)
+    inputs = (x, q, unit, covariances, count)
     numbers = (vectors, gate, count, reciprocal, mean_q)
     outputs = (query, dq, weighted, mean, d_gate, leans)
     walk = (schedule, items, T, sequences)
@@ -421,8 +406,10 @@ def _covariance_kernel(
 
 
 @gluon.jit
-def _copy_for_gradients(inputs, walk, rows, ring, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr):
-    x, weighted, unit, spreads = inputs
+def _copy_for_gradients(
+    inputs, walk, rows, ring, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr, BESIDE: gl.constexpr
+):  # fmt: skip
+    x, weighted, unit, spreads, beside = inputs
     schedule, items, T, sequences = walk
     taken = 0
     filled = 0
@@ -440,11 +427,15 @@ def _copy_for_gradients(inputs, walk, rows, ring, H: gl.constexpr, KEYS_ALIGNED:
         for reader in range(start, gl.minimum(low + C, T), BT):
             filled = _fill(weighted, block + reader, 0, ring, filled)
             filled = _fill(x, n * T + reader, h * D, ring, filled)
+        if BESIDE:
+            for which in range(2):
+                filled = _fill(beside, n * T + start + which * BT, h * D, ring, filled)
 
 
 @gluon.jit
 def _differentiate_keys(
-    which: gl.constexpr, numbers, dk, walk, rows, ring, H: gl.constexpr, NORMALIZE: gl.constexpr, dtype: gl.constexpr
+    which: gl.constexpr, numbers, dk, walk, rows, ring, H: gl.constexpr, NORMALIZE: gl.constexpr,
+    BESIDE: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """The gradients of the keys of block `which` of each item."""
     strength, reciprocal, vectors, last_vector, means, leans, count, mean, mean_x = numbers
@@ -520,34 +511,46 @@ def _differentiate_keys(
             b_d = gl.zeros((BT,), gl.float32, ROW)
             for part in gl.static_range(D // BT):
                 b_d += gl.sum(k.slice(part * BT, BT, 1).load(NARROW).to(gl.float32) * parts[part], 1)
+        added = k
+        if BESIDE:
+            added = _full(ring, used + which)
         for part in gl.static_range(D // BT):
             side = k.slice(part * BT, BT, 1)
             b_dk = parts[part]
             if NORMALIZE:
                 b_dk = (b_dk - side.load(NARROW).to(gl.float32) * b_d[:, None]) * b_r[:, None]
+            if BESIDE:
+                b_dk += added.slice(part * BT, BT, 1).load(NARROW).to(gl.float32)
             side.store(b_dk.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(dk, [n * T + start, h * D], k)
+        if BESIDE:
+            _free(ring, used + which)
+            _full(ring, used + 1 - which)
+            _free(ring, used + 1 - which)
+            used += 2
         taken += 2
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["items", "T", "sequences"])
 def _key_gradients_kernel(
-    x, weighted, unit, spreads, dk, strength, reciprocal, vectors, last_vector, means, leans, count, mean, mean_x,
-    schedule, items, T, sequences, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr, NORMALIZE: gl.constexpr,
+    x, weighted, unit, spreads, beside, dk, strength, reciprocal, vectors, last_vector, means, leans, count, mean,
+    mean_x, schedule, items, T, sequences, H: gl.constexpr, KEYS_ALIGNED: gl.constexpr, NORMALIZE: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):  # fmt: skip
+    """As that of `kernels.py`."""
     dtype: gl.constexpr = x.dtype
     rows = _make_ring(ROW_SLOTS, 1, dtype)
-    ring = _make_ring(SLOTS, 2, dtype)
-    inputs = (x, weighted, unit, spreads)
+    ring = _make_ring(SLOTS - ROW_SLOTS, 2, dtype)
+    inputs = (x, weighted, unit, spreads, beside)
     numbers = (strength, reciprocal, vectors, last_vector, means, leans, count, mean, mean_x)
     walk = (schedule, items, T, sequences)
     gl.warp_specialize(
         [
-            (_differentiate_keys, (0, numbers, dk, walk, rows, ring, H, NORMALIZE, dtype)),
-            (_differentiate_keys, (1, numbers, dk, walk, rows, ring, H, NORMALIZE, dtype)),
-            (_copy_for_gradients, (inputs, walk, rows, ring, H, KEYS_ALIGNED)),
+            (_differentiate_keys, (0, numbers, dk, walk, rows, ring, H, NORMALIZE, BESIDE, dtype)),
+            (_differentiate_keys, (1, numbers, dk, walk, rows, ring, H, NORMALIZE, BESIDE, dtype)),
+            (_copy_for_gradients, (inputs, walk, rows, ring, H, KEYS_ALIGNED, BESIDE)),
         ],
         [WARPS, 1],
         REGISTERS,
@@ -605,16 +608,22 @@ def covariance_times(
         q, dq, weighted_rows = _rows(launch, queries), _rows(launch, d_queries), _tiles(weighted)
     _run(
         launch, _covariance_kernel, rows, q, _tiles(unit.matrix), _tiles(covariances), query_rows, dq, weighted_rows,
-        unit.matrix, covariances, vectors, gate, count, mean, reciprocal, mean_q, d_gate, leans,
+        vectors, gate, count, mean, reciprocal, mean_q, d_gate, leans,
         KEYS_ALIGNED=unit.aligned, NORMALIZE=launch.unit_queries, GRADIENTS=gradients is not None,
     )  # fmt: skip
 
 
 def key_gradients(
-    launch: Launcher, x: Rows, weighted: Tensor, unit: Rows, spreads: Tensor, dk: Tensor, numbers: tuple[Tensor, ...]
-) -> None:
-    """Writes dk; `numbers` are those from strength to mean_x of the kernel."""
+    launch: Launcher, x: Rows, weighted: Tensor, unit: Rows, spreads: Tensor, dk: Tensor, numbers: tuple[Tensor, ...],
+    beside: Tensor | None,
+) -> None:  # fmt: skip
+    """Writes dk, with `beside` added to it; `numbers` are those from strength to mean_x of the kernel."""
+    added = dk
+    if beside is not None:
+        # A bulk copy begins at a multiple of 16 bytes.
+        added = beside if launch.is_aligned(beside) else beside.clone()
     _run(
         launch, _key_gradients_kernel, _tiles(x.matrix), _tiles(weighted), _tiles(unit.matrix), _tiles(spreads),
-        _rows(launch, dk), *numbers, KEYS_ALIGNED=unit.aligned, NORMALIZE=launch.normalize_keys,
+        _rows(launch, added), _rows(launch, dk), *numbers, KEYS_ALIGNED=unit.aligned, NORMALIZE=launch.normalize_keys,
+        BESIDE=beside is not None,
     )  # fmt: skip

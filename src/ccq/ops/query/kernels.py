@@ -22,7 +22,8 @@ later tokens of (p q^T + q p^T) / t, and W mu for the mean mu at the end of the 
 
     dk_j = W (k_j - mu) + (W mu - w) + sum over i >= j in the chunk of (p_i (s_ij - a_i) + q_i (z_ij - c_i)) / t_i
 
-with k centred before W, which is rounded, meets it.
+with k centred before W, which is rounded, meets it. Where keys are used elsewhere too (`beside`), their gradient there
+is added to it behind the normalisation.
 
 What several programs read lies in blocks: [H, blocks, BT, BD], one after the other along each sequence, with zeros
 behind its last token and past column D. So the large products load without masks, and where the card can (BULK) by
@@ -94,6 +95,10 @@ class Plan(NamedTuple):
     """[N], the first token of each sequence."""
     end: Tensor
     """[N], one past its last token."""
+    length: Tensor
+    """[N]"""
+    nothing: Tensor
+    """[N], zeros: the counts of sequences that begin here."""
     owner: Tensor
     """[blocks], the sequence of each block."""
     block_start: Tensor
@@ -237,6 +242,7 @@ def _scan_vectors_kernel(
     BV: tl.constexpr,
     STEP: tl.constexpr,
     REVERSE: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """In place of the sums [blocks, H, D]: the sum before each block (REVERSE: behind it). And the last one."""
     h = tl.program_id(0) % H
@@ -246,7 +252,9 @@ def _scan_vectors_kernel(
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     step = tl.arange(0, STEP)
     state = (n * H + h) * D + column
-    running = tl.load(initial + state, mask=column < D, other=0.0)
+    running = tl.zeros((BV,), tl.float32)
+    if INITIAL:
+        running = tl.load(initial + state, mask=column < D, other=0.0)
     for done in range(0, blocks, STEP):
         place = done + step
         inside = (place < blocks)[:, None] & (column < D)
@@ -669,6 +677,7 @@ def _key_gradients_kernel(
     count,
     mean,
     mean_x,
+    beside,
     dk,
     begin,
     end,
@@ -687,11 +696,14 @@ def _key_gradients_kernel(
     ALIGNED: tl.constexpr,
     KEYS_ALIGNED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    BESIDE: tl.constexpr,
     CENTRED: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk of one block. `leans` holds w behind each block; x and keys as in `_covariance_kernel`."""
+    """dk of one block, plus what `beside` holds there (BESIDE). `leans` holds w behind each block; x and keys as in
+    `_covariance_kernel`.
+    """
     h = tl.program_id(0) % H
     block = tl.program_id(0).to(tl.int64) // H
     n = tl.load(owner + block)
@@ -782,6 +794,8 @@ def _key_gradients_kernel(
         b_dk = halves[half]
         if NORMALIZE:
             b_dk = (b_dk - tl.load(inside + side).to(tl.float32) * b_d[:, None]) * b_r[:, None]
+        if BESIDE:
+            b_dk += _load_part(beside + base * D, side, left, BT, BD // 2, H, D).to(tl.float32)
         _store_part(dk + base * D, b_dk, side, left, BT, BD // 2, H, D)
 
 
@@ -931,6 +945,8 @@ def cut(begin: Tensor, end: Tensor, lengths: list[int], block: int, chunk: int, 
     return Plan(
         begin,
         end,
+        end - begin,
+        torch.zeros_like(begin),
         owner.to(device),
         block_start.to(device),
         chunk_start.to(device),
@@ -964,8 +980,8 @@ def make_plan(
     plan = _rows_plan(rows, tokens, config.block, config.chunk, device)
     if mask is None or tokens == 0:
         return plan
-    begin = plan.begin + mask.to(torch.int64).argmax(1)
-    return plan._replace(begin=begin, end=begin + mask.sum(1), full=False)
+    begin, length = plan.begin + mask.to(torch.int64).argmax(1), mask.sum(1)
+    return plan._replace(begin=begin, end=begin + length, length=length, full=False)
 
 
 class Kept(NamedTuple):
@@ -1126,14 +1142,16 @@ class Launcher:
             self._to_blocks(k, None, normalize=False, reciprocal=None, sums=sums)
         return self._as_it_is(k), reciprocal, sums
 
-    def scan_vectors(self, sums: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-        """Turns the sums of blocks into sums before (behind) each block, in place, and returns the last."""
-        final = torch.empty_like(initial)
+    def scan_vectors(self, sums: Tensor, initial: Tensor | None, reverse: bool) -> Tensor:
+        """Turns the sums of blocks into sums before (behind) each block, in place, and returns the last. An `initial`
+        of None is zero.
+        """
+        final = self.empty(self.sequences, self.heads, self.size)
         width = 32
         grid = (self.sequences * self.heads, triton.cdiv(self.size, width))
         self.run(
-            _scan_vectors_kernel, grid, sums, initial, final, self.plan.block_start,
-            H=self.heads, D=self.size, BV=width, STEP=64, REVERSE=reverse,
+            _scan_vectors_kernel, grid, sums, final if initial is None else initial, final, self.plan.block_start,
+            H=self.heads, D=self.size, BV=width, STEP=64, REVERSE=reverse, INITIAL=initial is not None,
         )  # fmt: skip
         return final
 
@@ -1207,7 +1225,7 @@ class Launcher:
 
 
 def forward(
-    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor | None, total: Tensor, count: Tensor,
+    q: Tensor, k: Tensor, gate: Tensor, second_moment: Tensor | None, total: Tensor | None, count: Tensor,
     plan: Plan, config: Configuration, *, unit_queries: bool, unit_keys: bool, centred: bool, return_correction: bool,
     wide: bool,
 ) -> Forward:  # fmt: skip
@@ -1228,17 +1246,17 @@ def forward(
         )
         return Forward(query, moment, Kept(correction, last, reciprocal, vectors, mean))
 
-    variant = (launch.is_aligned(k), gate.dtype, second_moment is None, return_correction, wide)
+    variant = (launch.is_aligned(k), gate.dtype, second_moment is None, total is None, return_correction, wide)
     return launch.compiled(launch_all, "forward", *variant)
 
 
 def backward(
-    q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor,
+    q: Tensor, k: Tensor, gate: Tensor, dy: Tensor, dr: Tensor | None, d_moment: Tensor | None, d_total: Tensor | None,
     kept: Kept, second_moment: Tensor | None, count: Tensor, plan: Plan, config: Configuration, *, unit_queries: bool,
-    unit_keys: bool, centred: bool, state_gradients: bool,
+    unit_keys: bool, centred: bool, state_gradients: bool, beside: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of `forward`, all inputs contiguous; padding is left as `torch.empty` made it, and the gradients
-    of the states are empty without `state_gradients`.
+    of the states are empty without `state_gradients`. `beside` as in `backward_through`.
     """
     x, strength = dy.to(q.dtype), -gate.float()
     if dr is not None:
@@ -1246,7 +1264,7 @@ def backward(
         strength = torch.ones_like(strength)
     gradients = backward_through(
         q, k, x, strength, dy, d_moment, d_total, kept, second_moment, count, plan, config, unit_queries=unit_queries,
-        unit_keys=unit_keys, centred=centred, state_gradients=state_gradients,
+        unit_keys=unit_keys, centred=centred, state_gradients=state_gradients, beside=beside,
     )  # fmt: skip
     if dr is None or kept.correction is None:
         return gradients
@@ -1254,12 +1272,13 @@ def backward(
 
 
 def backward_through(
-    q: Tensor, k: Tensor, x: Tensor, strength: Tensor, dy: Tensor, d_moment: Tensor | None, d_total: Tensor,
+    q: Tensor, k: Tensor, x: Tensor, strength: Tensor, dy: Tensor, d_moment: Tensor | None, d_total: Tensor | None,
     kept: Kept, second_moment: Tensor | None, count: Tensor, plan: Plan, config: Configuration, *, unit_queries: bool,
-    unit_keys: bool, centred: bool, state_gradients: bool,
+    unit_keys: bool, centred: bool, state_gradients: bool, beside: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients where strength [B, T, H] float32 times x [B, T, H, D] in the dtype of q reaches the correction r,
-    and dy reaches the query before it. That of the gate is -x . r.
+    and dy reaches the query before it. That of the gate is -x . r. beside, like k and contiguous, is a gradient that
+    reaches k from elsewhere: added to that of k before it is rounded.
     """
     launch = Launcher(q, plan, config, unit_queries, unit_keys, centred)
 
@@ -1273,7 +1292,7 @@ def backward_through(
             gradients=(q, dy, kept.mean, dq, d_gate, weighted, leans),
         )  # fmt: skip
         del covariances
-        first_lean = launch.scan_vectors(leans, -d_total, reverse=True)
+        first_lean = launch.scan_vectors(leans, None if d_total is None else -d_total, reverse=True)
         spreads = launch.states()
         means = launch.empty(plan.chunks, launch.heads, launch.tiles, launch.size)
         tiles = [launch.tiles_of(matrix, config.scan_group, config.tile) for matrix in (weighted, rows.matrix)]
@@ -1284,7 +1303,7 @@ def backward_through(
         )  # fmt: skip
         numbers = (strength, key_reciprocal, kept.vectors, kept.total, means, leans, count, kept.mean, mean_x)
         if launch.copies_apart and rows.aligned:
-            _hopper().key_gradients(launch, rows, weighted, unit, spreads, dk, numbers)
+            _hopper().key_gradients(launch, rows, weighted, unit, spreads, dk, numbers, beside)
         else:
             launch.run(
                 _key_gradients_kernel, (launch.blocks * launch.heads,),
@@ -1292,12 +1311,13 @@ def backward_through(
                 launch.tiles_of(unit.matrix, config.block, config.part),
                 launch.tiles_of(rows.matrix, config.group, launch.width),
                 launch.tiles_of(weighted, config.group, launch.width),
-                launch.tiles_of(spreads, config.part, launch.width), unit.matrix, *numbers, dk,
-                *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks, **launch.shape, **launch.grouped,
-                BK=config.part, S=launch.tiles, ALIGNED=rows.aligned, KEYS_ALIGNED=unit.aligned, NORMALIZE=unit_keys,
+                launch.tiles_of(spreads, config.part, launch.width), unit.matrix, *numbers,
+                dk if beside is None else beside, dk, *launch.sequences_of_blocks(), plan.chunk_start, launch.blocks,
+                **launch.shape, **launch.grouped, BK=config.part, S=launch.tiles, ALIGNED=rows.aligned,
+                KEYS_ALIGNED=unit.aligned, NORMALIZE=unit_keys, BESIDE=beside is not None,
                 num_warps=config.gradient_warps, num_stages=config.gradient_stages,
             )  # fmt: skip
         return Gradients(dq, dk, d_gate, first_spread / 2, -first_lean if state_gradients else launch.empty(0))
 
-    variant = (launch.is_aligned(k), dy.dtype, d_moment is not None, state_gradients)
+    variant = (launch.is_aligned(k), dy.dtype, d_moment is None, d_total is None, state_gradients, beside is None)
     return launch.compiled(launch_all, "backward", *variant)

@@ -113,6 +113,15 @@ class BlockLaunch:
         final = torch.empty_like(initial)
         width, columns = 32, initial.shape[2:].numel()
         _scan_vectors_kernel[(initial.shape[0] * self.heads, triton.cdiv(columns, width))](
-            sums, initial, final, self.plan.block_start, H=self.heads, D=columns, BV=width, STEP=64, REVERSE=reverse
+            sums,
+            initial,
+            final,
+            self.plan.block_start,
+            H=self.heads,
+            D=columns,
+            BV=width,
+            STEP=64,
+            REVERSE=reverse,
+            INITIAL=True,
         )
         return final

@@ -628,7 +628,7 @@ def _scan_pairs(
     plan, config = launch.plan, launch.config
     if pairs > 1:
         count = count * pairs
-        plan = plan._replace(begin=plan.begin * pairs, end=plan.end * pairs)
+        plan = plan._replace(begin=plan.begin * pairs, end=plan.end * pairs, length=plan.length * pairs)
         config = config._replace(block=config.block * pairs, chunk=config.chunk * pairs)
     scan = Launcher(q, plan, config, launch.unit_queries, launch.normalize_keys, True)
     scan.compile_only = launch.compile_only

@@ -92,7 +92,7 @@ def covariance_function(
         )  # fmt: skip
         if mask is not None:
             fill_outputs(mask, q, done.query, done.correction, unit_queries)
-        last_count = count + (plan.end - plan.begin)
+        last_count = count + plan.length
     correction = q.new_empty(0, dtype=torch.float32) if done.correction is None else done.correction
     return done.query, correction, done.second_moment, done.total, last_count, done.vectors
 

@@ -202,7 +202,7 @@ def forward(
     )  # fmt: skip
     if mask is not None:
         fill_outputs(mask, q, query, correction, unit_queries)
-    return MeanRead(query, correction, last, count + (launch.plan.end - launch.plan.begin), vectors)
+    return MeanRead(query, correction, last, count + launch.plan.length, vectors)
 
 
 class MeanGradients(NamedTuple):

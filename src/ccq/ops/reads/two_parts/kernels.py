@@ -76,7 +76,7 @@ def forward(
         vectors, H=heads, D=size, BD=width, BT=VECTORS, NORMALIZE=unit_queries, MASKED=mask is not None,
         EPS=NORM_EPSILON, num_warps=max(1, VECTORS * width // ELEMENTS),
     )  # fmt: skip
-    return Forward(kept, removed, done.second_moment, count + (plan.end - plan.begin), done.kept)
+    return Forward(kept, removed, done.second_moment, count + plan.length, done.kept)
 
 
 def backward(
