@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ccq.nn import CurvatureConditionedQuery, ReadObservation
 from ccq.nn.read import StaticKeyStatistics
+from ccq.ops import thin_linear
 
 HEADS, SIZE, TOKENS = 3, 4, 11
 GATES = ["presplit", "head", "attached", 0.3]
@@ -45,17 +47,18 @@ def brute_force(read: CurvatureConditionedQuery, q: Tensor, k: Tensor, presplit:
     return result
 
 
+@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("keep_length", [False, True])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("gate", GATES)
-def test_query_and_gradients(gate: str | float, centred: bool, keep_length: bool) -> None:
+def test_query_and_gradients(gate: str | float, centred: bool, keep_length: bool, given: bool) -> None:
     options: dict[str, Any] = {"gate": gate, "centred": centred, "keep_length": keep_length}
     read = randomize(CurvatureConditionedQuery(HEADS, SIZE, **options).double())
     q, k, presplit = inputs()
     presplit = presplit.requires_grad_()
     k = k.requires_grad_()
     q = presplit.unflatten(-1, (HEADS, SIZE))
-    query = read(q, k, presplit_query=presplit).query
+    query = read(q, k, presplit_query=presplit if given else None).query
     expected = brute_force(read, q, k, presplit)
     before = q if keep_length else unit(q)
     assert_close("correction", query - before, expected - before, 1e-12)
@@ -200,6 +203,38 @@ def test_half_precision_is_normalised_in_float32() -> None:
 def test_unknown_gate_is_named(gate: Any) -> None:
     with pytest.raises(ValueError, match=f"'presplit', 'head', 'attached', a finite number.*got {gate!r}"):
         CurvatureConditionedQuery(HEADS, SIZE, gate=gate)
+
+
+@pytest.mark.parametrize("gate", ["presplit", "attached"])
+def test_a_gate_by_kernels_adds_the_gradient_of_the_query(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float64, in which autograd adds the two."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    read = randomize(CurvatureConditionedQuery(HEADS, SIZE, gate=gate).double())
+    _, k, presplit = inputs()
+    upstream = torch.randn_like(k)
+
+    def gradients(dtype: torch.dtype, device: str) -> list[Tensor]:
+        own = read.to(device, dtype)
+        leaf = presplit.to(device, dtype).requires_grad_()
+        query = own(leaf.unflatten(-1, (HEADS, SIZE)), k.to(device, dtype)).query
+        return [x.cpu() for x in torch.autograd.grad(query, (leaf, *own.parameters()), upstream.to(device, dtype))]
+
+    exact = gradients(torch.float64, "cpu")
+    launched: list[bool] = []
+    kernels = importlib.import_module("ccq.ops.thin_linear.kernels")
+    backward = kernels.backward
+
+    def note(*arguments: Any) -> Any:
+        launched.append(arguments[-1] is not None)
+        return backward(*arguments)
+
+    monkeypatch.setattr(thin_linear, "is_chosen", lambda x, outputs: x.dtype == torch.float32)
+    monkeypatch.setattr(kernels, "backward", note)
+    names = ("query", *dict(read.named_parameters()))
+    for name, ours, theirs in zip(names, gradients(torch.float32, device), exact, strict=True):
+        assert_close(name, ours, theirs, 1e-5)
+    assert launched == [True]
 
 
 def test_query_of_another_width_is_named() -> None:

@@ -10,7 +10,7 @@ from tests.helpers import assert_close
 from torch import Tensor, library
 
 from ccq.ops import thin_linear as module
-from ccq.ops.thin_linear import thin_linear
+from ccq.ops.thin_linear import thin_linear, thin_linear_and_input
 
 pytest.importorskip("triton")
 
@@ -56,11 +56,13 @@ def check(inputs: list[Tensor], tolerances: dict[str, float]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("shape", "outputs"), [((2, 70, 48), 6), ((1, 1, 300), 1), ((3, 5, 129), 17), ((200, 16), 3)])
+@pytest.mark.parametrize(("shape", "outputs"), [((2, 70, 48), 6), ((1, 1, 300), 1), ((3, 5, 129), 9), ((200, 16), 3)])
 def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from ccq.ops.thin_linear import kernels
 
-    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)  # several blocks a group, and several groups
+    # Several blocks a group, and several groups.
+    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "FEW", kernels.FEW._replace(programs=4))
     check(draw(*shape, outputs=outputs), dict.fromkeys(NAMES, 2e-6))
 
 
@@ -125,7 +127,8 @@ def test_the_operators_keep_their_promises() -> None:
     library.opcheck(module.forward.overload, (*leaves[:2], None, False), atol=1e-6, rtol=1e-6)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for y in (None, module.forward(x, weight, bias, True)):
-        library.opcheck(module.backward.overload, (gradient, y, x, weight), test_utils=checks)
+        for beside in (None, torch.ones_like(x)):
+            library.opcheck(module.backward.overload, (gradient, y, x, weight, beside), test_utils=checks)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -139,3 +142,61 @@ def test_compiles_without_a_break_and_agrees() -> None:
     y = compiled(*leaves, sigmoid=True)
     for ours, theirs in zip((y.detach(), *torch.autograd.grad(y, leaves, gradient)), eager, strict=True):
         assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.usefixtures("kernels", "gpu_rounding")
+@pytest.mark.parametrize("outputs", [6, 9])
+@pytest.mark.parametrize("used", ["both", "outputs", "input"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_from_elsewhere_is_added(dtype: torch.dtype, used: str, outputs: int) -> None:
+    """Against float64, where x is used twice. The other use is a sum with weights, so that its gradient is known."""
+    x, weight, bias, gradient = draw(2, 41, 48, outputs=outputs, dtype=dtype)
+    elsewhere = torch.randn(x.shape).to(dtype)
+    gradient[0, 3:9] = 0
+    exact = formula([x, weight, bias, gradient * (used != "input")], dtype)
+    leaves = [each.to(DEVICE).requires_grad_() for each in (x, weight, bias)]
+    y, again = thin_linear_and_input(*leaves, sigmoid=True)
+    assert torch.equal(again, leaves[0]) and again is not leaves[0]
+    found = torch.autograd.grad(
+        *{
+            "both": ((y, again), leaves, (gradient.to(DEVICE), elsewhere.to(DEVICE))),
+            "outputs": (y, leaves, gradient.to(DEVICE)),
+            "input": (again, leaves, elsewhere.to(DEVICE)),
+        }[used],
+        allow_unused=used == "input",
+    )
+    assert_close("y", y.detach().cpu(), exact[0], 2e-6)
+    tolerance = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert_close("x", found[0].cpu(), exact[1] + elsewhere.double() * (used != "outputs"), tolerance)
+    if used != "outputs":
+        assert torch.equal(found[0][0, 3:9].cpu(), elsewhere[0, 3:9])
+    if used == "input":
+        assert torch.equal(found[0].cpu(), elsewhere) and found[1:] == (None, None)
+    else:
+        for name, actual, value in zip(NAMES[2:], found[1:], exact[2:], strict=True):
+            assert_close(name, actual.cpu(), value, tolerance)
+
+
+def test_without_the_kernels_the_input_comes_back_itself() -> None:
+    x, weight, bias, _ = draw(2, 9, 24, outputs=3)
+    y, again = thin_linear_and_input(x, weight, bias, sigmoid=True)
+    assert again is x and torch.equal(y, thin_linear(x, weight, bias, sigmoid=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    leaves = [each.to(DEVICE).requires_grad_() for each in draw(2, 9, 24, outputs=3)[:3]]
+    y, again = thin_linear_and_input(*leaves, sigmoid=True)
+    (first,) = torch.autograd.grad(y.sum() + again.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="thin_linear has no derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_without_gradients_nothing_is_recorded() -> None:
+    x, weight, bias, _ = (each.to(DEVICE) for each in draw(2, 9, 24, outputs=3))
+    with torch.no_grad():
+        y, again = thin_linear_and_input(x, weight.requires_grad_(), bias)
+    assert not y.requires_grad and not again.requires_grad and torch.equal(again, x)
+    y, again = thin_linear_and_input(x, weight, bias)
+    assert y.requires_grad and not again.requires_grad

@@ -23,7 +23,7 @@ from ccq.ops.query import (
     l2_normalize,
     update_and_read_,
 )
-from ccq.ops.thin_linear import thin_linear
+from ccq.ops.thin_linear import thin_linear, thin_linear_and_input
 
 GATE_FORMS = ("presplit", "head", "attached")
 Normalized = bool | Literal["keys"]
@@ -141,7 +141,7 @@ class ReadStep(nn.Module):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: Any = None,
         mask: Tensor | None = None,
@@ -151,6 +151,7 @@ class ReadStep(nn.Module):
         """q, k [B, T, H, D], presplit_query [B, T, H * D] -> the query for the write rule, the state after the last
         token, and the keys for the write rule where they are not k itself.
 
+        presplit_query is the query before the head split, for a gate; None where that is q with its heads side by side.
         log_decay, [B, T, H] or [B, T, H, X], is the backbone's own of each head or of the X parts of each head; read
         steps that forget as the memory does need it. statistics is the state that the call before returned; mask [B, T]
         and cu_seqlens [N + 1] are those of `ccq.ops.query.curvature_conditioned_query`. `normalized` says that
@@ -306,25 +307,33 @@ class GatedReadStep(ReadStep):
         if self.fixed is not None:
             self.fixed.copy_(torch.tensor(self.gate, dtype=torch.float32))
 
-    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: Normalized = False) -> Tensor | float:
-        """lambda [B, T, H] in float32 (float64 for float64 input), or the fixed number."""
+    def gate_and_query(
+        self, q: Tensor, presplit_query: Tensor | None = None, *, normalized: Normalized = False
+    ) -> tuple[Tensor | float, Tensor]:
+        """lambda [B, T, H] in float32 (float64 for float64 input), or the fixed number; and q for all that follows, the
+        same numbers: a gate that has read them adds the gradient from there to its own.
+        """
         dtype = accumulation_dtype(q.dtype)
         if self.fixed is not None:
-            return self.fixed.to(dtype).expand(q.shape[:3])
+            return self.fixed.to(dtype).expand(q.shape[:3]), q
         if isinstance(self.gate, float):
-            return self.gate
+            return self.gate, q
         with torch.autocast(q.device.type, enabled=False):
             if self.gate == "head":
                 weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
                 unit = q.to(dtype) if normalized is True else l2_normalize(q)
-                return torch.sigmoid(torch.einsum("bthd,hd->bth", unit, weight) + bias)
-            if presplit_query.shape != (*q.shape[:2], self.num_heads * self.head_dim):
+                return torch.sigmoid(torch.einsum("bthd,hd->bth", unit, weight) + bias), q
+            if presplit_query is None:
+                gate, flat = thin_linear_and_input(q.flatten(2), self.gate_weight, self.gate_bias, sigmoid=True)
+                q = flat.view(q.shape)
+            elif presplit_query.shape == (*q.shape[:2], self.num_heads * self.head_dim):
+                gate = thin_linear(presplit_query, self.gate_weight, self.gate_bias, sigmoid=True)
+            else:
                 raise ValueError(
                     f"presplit_query must have shape [B, T, H * D] = {[*q.shape[:2], self.num_heads * self.head_dim]}, "
                     f"got {list(presplit_query.shape)}"
                 )
-            gate = thin_linear(presplit_query, self.gate_weight, self.gate_bias, sigmoid=True)
-            return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate
+            return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate, q
 
     def configured_gate(self, observed: float) -> float:
         """The `gate` of a configuration that fixes lambda at what an observer sees as `observed`."""
@@ -346,21 +355,21 @@ class GatedReadStep(ReadStep):
     def _strength(
         self,
         q: Tensor,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None,
         *,
         statistics: Any,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
         normalized: Normalized,
-    ) -> Tensor | float:
-        """lambda before the factors of the heads: the gate's, or the table's."""
+    ) -> tuple[Tensor | float, Tensor]:
+        """lambda before the factors of the heads, the gate's or the table's, and q as in `gate_and_query`."""
         if self.table is None:
-            return self.gate_values(q, presplit_query, normalized=normalized)
+            return self.gate_and_query(q, presplit_query, normalized=normalized)
         table = self.table.to(accumulation_dtype(q.dtype))
         if len(table) == 1:
-            return table.expand(q.shape[:3])
+            return table.expand(q.shape[:3]), q
         position = positions(q, None if statistics is None else statistics.count, mask=mask, cu_seqlens=cu_seqlens)
-        return table[position % len(table)]
+        return table[position % len(table)], q
 
     @property
     def products(self) -> int:
@@ -403,7 +412,7 @@ class CurvatureConditionedQuery(GatedReadStep):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: KeyStatistics | None = None,
         mask: Tensor | None = None,
@@ -415,12 +424,10 @@ class CurvatureConditionedQuery(GatedReadStep):
         """
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        lam = self._multiplied(
-            self._strength(
-                q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
-            ),
-            q,
+        strength, q = self._strength(
+            q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
         )
+        lam = self._multiplied(strength, q)
         in_place = (
             isinstance(statistics, StaticKeyStatistics)
             and q.shape[1] == 1

@@ -56,14 +56,14 @@ class Operator:
         self._recorded_with_passed: Any = None if passed is None else self._function(backward, setup_context, passed)
 
     def with_passed(self, *arguments: Any) -> Any:
-        """The outputs (two or more) and, behind them, the argument `passed`, so that `backward` gets the gradient that
+        """The outputs and, behind them, the argument `passed`, so that `backward` gets the gradient that
         reaches it, to add it where it writes its own. Without gradients, and in a compiled graph, the argument itself.
         """
         assert self._passed is not None
         passed = arguments[self._passed]
         recorded = torch.is_grad_enabled() and passed.requires_grad and not torch.compiler.is_compiling()
         if not recorded:
-            return *self.overload(*arguments), passed
+            return *_several(self.overload(*arguments)), passed
         self._refuse_tangents(arguments)
         return self._recorded_with_passed.apply(*arguments)
 
@@ -73,7 +73,7 @@ class Operator:
         def forward(ctx: Any, *arguments: Any) -> Any:
             outputs = self._run_below(*arguments)
             setup_context(ctx, arguments, outputs)
-            return outputs if passed is None else (*outputs, arguments[passed].view_as(arguments[passed]))
+            return outputs if passed is None else (*_several(outputs), arguments[passed].view_as(arguments[passed]))
 
         def backward_once(ctx: Any, *gradients: Any) -> Any:
             found = backward(ctx, *gradients)
@@ -113,6 +113,10 @@ class Operator:
         one = isinstance(found, Tensor)
         marked = [x if x is None else mark.apply(x.detach().requires_grad_()) for x in ((found,) if one else found)]
         return marked[0] if one else tuple(marked)
+
+
+def _several(outputs: Any) -> tuple[Any, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
 def _has_tangent(x: Any) -> bool:

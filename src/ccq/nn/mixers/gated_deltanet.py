@@ -125,7 +125,7 @@ class GatedDeltaNet(nn.Module):
             found = self.read(
                 q,
                 k,
-                presplit_query=presplit_query,
+                presplit_query=None if by_read else presplit_query,
                 log_decay=log_decay,
                 statistics=None if state is None else state.statistics,
                 mask=mask,

@@ -107,7 +107,7 @@ class GatedLinearAttention(nn.Module):
         if self.has_convolution:
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             (q, k, v), convolution = convolve(convolutions, (q, k, v), state, mask, cu_seqlens)
-        presplit_query = q
+        presplit_query = q if self.has_feature_map else None
         q, k, v = (split_heads(y, self.num_heads) for y in (q, k, v))
         if self.has_feature_map:
             q, k = self.feature_map_q(q), self.feature_map_k(k)

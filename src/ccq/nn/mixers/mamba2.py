@@ -119,8 +119,8 @@ class Mamba2(nn.Module):
         check_call(x, self.hidden_size, self.read, state, mask, cu_seqlens)
         gate, inputs, step = self.in_proj(x).split((self.sizes[0], sum(self.sizes), self.num_heads), -1)
         (inputs,), convolution = convolve((self.conv1d,), (inputs,), state, mask, cu_seqlens)
-        v, k, presplit_query = inputs.split(self.sizes, -1)
-        q, k = split_heads(presplit_query, self.num_groups), split_heads(k, self.num_groups)
+        v, k, q = inputs.split(self.sizes, -1)
+        q, k = split_heads(q, self.num_groups), split_heads(k, self.num_groups)
         dtype = accumulation_dtype(x.dtype)
         step = F.softplus(step.to(dtype) + self.dt_bias.to(dtype))
         log_decay = -torch.exp(self.A_log.to(dtype)) * step
@@ -130,7 +130,6 @@ class Mamba2(nn.Module):
             found = self.read(
                 q,
                 k,
-                presplit_query=presplit_query,
                 log_decay=split_heads(log_decay, self.num_groups),
                 statistics=None if state is None else state.statistics,
                 mask=mask,

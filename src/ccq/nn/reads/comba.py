@@ -35,7 +35,7 @@ class CombaRead(ReadStep):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: Any = None,
         mask: Tensor | None = None,

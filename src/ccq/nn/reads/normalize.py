@@ -23,7 +23,7 @@ class NormalizeRead(ReadStep):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: Any = None,
         mask: Tensor | None = None,

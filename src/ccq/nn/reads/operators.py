@@ -37,7 +37,7 @@ class OperatorReadStep(GatedReadStep):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: Any = None,
         mask: Tensor | None = None,
@@ -47,7 +47,7 @@ class OperatorReadStep(GatedReadStep):
         """As `ReadStep.forward`."""
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        lam = self._strength(
+        lam, q = self._strength(
             q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
         )
         result = self.operator(

@@ -42,7 +42,7 @@ class RandomRead(CurvatureConditionedQuery):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: KeyStatistics | None = None,
         mask: Tensor | None = None,

@@ -13,8 +13,11 @@ from ccq.nn.read import CurvatureConditionedQuery, Normalized
 class StrengthRead(CurvatureConditionedQuery):
     """The Curvature-Conditioned Query with D times its lambda; an observer sees lambda D."""
 
-    def gate_values(self, q: Tensor, presplit_query: Tensor, *, normalized: Normalized = False) -> Tensor | float:
-        return self.head_dim * super().gate_values(q, presplit_query, normalized=normalized)
+    def gate_and_query(
+        self, q: Tensor, presplit_query: Tensor | None = None, *, normalized: Normalized = False
+    ) -> tuple[Tensor | float, Tensor]:
+        gate, q = super().gate_and_query(q, presplit_query, normalized=normalized)
+        return self.head_dim * gate, q
 
     def configured_gate(self, observed: float) -> float:
         return observed / self.head_dim

@@ -23,7 +23,7 @@ class TwoReads(CurvatureConditionedQuery):
         q: Tensor,
         k: Tensor,
         *,
-        presplit_query: Tensor,
+        presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
         statistics: KeyStatistics | None = None,
         mask: Tensor | None = None,
@@ -34,7 +34,8 @@ class TwoReads(CurvatureConditionedQuery):
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
         options: dict[str, Any] = {"statistics": statistics, "mask": mask, "cu_seqlens": cu_seqlens}
-        lam = self._multiplied(self._strength(q, presplit_query, normalized=normalized, **options), q)
+        strength, q = self._strength(q, presplit_query, normalized=normalized, **options)
+        lam = self._multiplied(strength, q)
         parts = query_in_parts(
             q,
             k,
