@@ -60,9 +60,7 @@ def check(inputs: list[Tensor], tolerances: dict[str, float]) -> None:
 def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from ccq.ops.thin_linear import kernels
 
-    # Several blocks a group, and several groups.
-    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)
-    monkeypatch.setattr(kernels, "FEW", kernels.FEW._replace(programs=4))
+    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)  # several blocks a group, and several groups
     check(draw(*shape, outputs=outputs), dict.fromkeys(NAMES, 2e-6))
 
 

@@ -1,20 +1,20 @@
 """The thin linear map in Triton.
 
 Legend: R rows of x (BR a block), E columns (BE a block), H outputs (BH the next power of two, at least 16), G groups of
-row blocks, U blocks of a step.
+row blocks.
 
 Backward, with z = x W^T + b and dz = dy, or dy * y * (1 - y) behind a sigmoid: dx = dz W, dW = dz^T x, db = sum of dz.
-A program holds BE columns of dW and walks over the row blocks of its group, so that x is read once for both; the sums
-of the groups are added up outside. A row without any gradient takes no part, whatever x holds there: padding may be
-NaN. What else is to reach dx (`beside`) is added before dx is rounded.
+dx needs no x, so that two kernels move no more than one that does it all, and each has little to keep: together they
+take NOT MEASURED us at 32,768 x 1536, bfloat16, H 6, where one took 120. What else is to reach dx (`beside`) is added
+before that is rounded.
 
-For few outputs the products are written out: 2 H of them for a number of x take less than the matrix units, of which
-each would fill 16 columns, and what has to move between registers for them.
+For dW a program holds BE columns of it and walks over the row blocks of its group; the sums of the groups are added up
+outside. A row without any gradient takes no part, whatever x holds there: padding may be NaN.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,28 +23,10 @@ from torch import Tensor
 
 COLUMNS = 128
 """BE"""
-ROWS = {"forward": 32, "backward": 64}
+ROWS = {"forward": 32, "input": 64, "weight": 64}
 """BR"""
-WANTED_PROGRAMS = 264
-"""Of the backward pass: two for each processor of an H200. Eight are no faster (129 for 120 us at 32,768 x 1536)."""
-MAX_FEW = 8
-"""The largest H whose products are written out: registers hold W and dW, eight columns of each for every thread."""
-
-
-class Few(NamedTuple):
-    """How the kernel of few outputs is launched."""
-
-    row: int
-    """Bytes of a row for a program: 512 are 16 for a thread."""
-    rows: int
-    """BR, a row for each warp, whose sums so stay with it to the end."""
-    steps: int
-    """U. All blocks of a step are read before any is written, because the compiler may not move a read over a write."""
-    programs: int
-    """Wanted: as many as fit at once."""
-
-
-FEW = Few(row=512, rows=4, steps=4, programs=264)
+WANTED_PROGRAMS = 528
+"""For dW: four for each processor of an H200."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -79,80 +61,16 @@ def _forward_kernel(
     tl.store(y + row[:, None] * H + output, b_z, mask=(row < rows)[:, None] & (output < H))
 
 
-@triton.jit
-def _none():
-    """No blocks yet. A plain () would be for mypy a tuple that stays empty."""
-    return ()
-
-
-@triton.jit(do_not_specialize=["rows", "per_group"])
-def _few_backward_kernel(
-    dy, y, x, weight, beside, d_x, d_parameters, rows, per_group, E: tl.constexpr, H: tl.constexpr, BR: tl.constexpr,
-    BE: tl.constexpr, U: tl.constexpr, SIGMOID: tl.constexpr, BESIDE: tl.constexpr,
-):  # fmt: skip
-    """As `_backward_kernel`; a group are `per_group` steps of U blocks."""
-    column = tl.program_id(0) * BE + tl.arange(0, BE)
-    group = tl.program_id(1).to(tl.int64)
-    fits = column < E
-    taps, b_dw, b_db = _none(), _none(), _none()
-    for h in tl.static_range(H):
-        taps += (tl.load(weight + h * E + column, mask=fits, other=0.0).to(x.dtype.element_ty).to(tl.float32),)
-        b_dw += (tl.zeros((BR, BE), tl.float32),)
-        b_db += (tl.zeros((BR,), tl.float32),)
-    for step in range(per_group):
-        first = (group * per_group + step) * (U * BR) + tl.arange(0, BR)
-        blocks, others, slopes = _none(), _none(), _none()
-        for u in tl.static_range(U):
-            row = first + u * BR
-            at, inside = row[:, None] * E + column, (row < rows)[:, None] & fits
-            blocks += (tl.load(x + at, mask=inside, other=0.0),)
-            if BESIDE:
-                others += (tl.load(beside + at, mask=inside, other=0.0),)
-        for u in tl.static_range(U):
-            row = first + u * BR
-            for h in tl.static_range(H):
-                b_dz = tl.load(dy + row * H + h, mask=row < rows, other=0.0).to(tl.float32)
-                if SIGMOID:
-                    b_y = tl.load(y + row * H + h, mask=row < rows, other=0.0)
-                    b_dz = tl.where(b_dz == 0, 0.0, b_dz * b_y * (1 - b_y))
-                slopes += (b_dz,)
-        for u in tl.static_range(U):
-            row = first + u * BR
-            alive = slopes[u * H] != 0
-            for h in tl.static_range(1, H):
-                alive = alive | (slopes[u * H + h] != 0)
-            b_x = tl.where(alive[:, None], blocks[u].to(tl.float32), 0.0)
-            b_dx = slopes[u * H][:, None] * taps[0]
-            sums, biases = _none(), _none()
-            for h in tl.static_range(H):
-                b_dz = slopes[u * H + h]
-                if h > 0:
-                    b_dx += b_dz[:, None] * taps[h]
-                sums += (b_dw[h] + b_dz[:, None] * b_x,)
-                biases += (b_db[h] + b_dz,)
-            b_dw, b_db = sums, biases
-            if BESIDE:
-                b_dx += others[u].to(tl.float32)
-            at, inside = row[:, None] * E + column, (row < rows)[:, None] & fits
-            tl.store(d_x + at, b_dx.to(d_x.dtype.element_ty), mask=inside)
-    for h in tl.static_range(H):
-        target = d_parameters + (group * H + h) * (E + 1)
-        tl.store(target + column, tl.sum(b_dw[h], 0), mask=fits)
-        if tl.program_id(0) == 0:
-            tl.store(target + E, tl.sum(b_db[h], 0))
-
-
-@triton.jit(do_not_specialize=["rows", "per_group"])
-def _backward_kernel(
+@triton.jit(do_not_specialize=["rows"])
+def _input_gradients_kernel(
     dy,
     y,
-    x,
     weight,
     beside,
     d_x,
-    d_parameters,
+    slopes,
+    d_bias,
     rows,
-    per_group,
     E: tl.constexpr,
     H: tl.constexpr,
     BR: tl.constexpr,
@@ -162,38 +80,57 @@ def _backward_kernel(
     SIGMOID: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """d_parameters [G, H, E + 1]: dW of a group, and db in the last column."""
+    """dx, dz in the dtype of x with columns of zeros behind it, slopes [R, BH], and db of each block, [blocks, H]."""
+    parts: tl.constexpr = (E + BE - 1) // BE
+    block, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    row, column, output = block.to(tl.int64) * BR + tl.arange(0, BR), part * BE + tl.arange(0, BE), tl.arange(0, BH)
+    counts, fits, real = output < H, column < E, row < rows
+    dtype: tl.constexpr = d_x.dtype.element_ty
+    b_dz = tl.load(dy + row[:, None] * H + output, mask=real[:, None] & counts, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b_y = tl.load(y + row[:, None] * H + output, mask=real[:, None] & counts, other=0.0)
+        b_dz = tl.where(b_dz == 0, 0.0, b_dz * b_y * (1 - b_y))
+    if part == 0:
+        tl.store(d_bias + block * H + output, tl.sum(b_dz, 0), mask=counts)
+        tl.store(slopes + row[:, None] * BH + output, b_dz.to(dtype), mask=real[:, None])
+    b_w = tl.load(weight + output[:, None] * E + column, mask=counts[:, None] & fits, other=0.0)
+    b_dx = tl.dot(b_dz.to(dtype), b_w.to(dtype), input_precision=PRECISION)
+    at, inside = row[:, None] * E + column, real[:, None] & fits
+    if BESIDE:
+        b_dx += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(d_x + at, b_dx.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "per_group"])
+def _weight_gradients_kernel(
+    slopes,
+    x,
+    d_weight,
+    rows,
+    per_group,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    BR: tl.constexpr,
+    BE: tl.constexpr,
+    BH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """d_weight [G, H, E]: dW of a group."""
     column = tl.program_id(0) * BE + tl.arange(0, BE)
     group = tl.program_id(1).to(tl.int64)
-    output = tl.arange(0, BH)
-    fits, counts = column < E, output < H
-    b_w = tl.load(weight + output[:, None] * E + column, mask=counts[:, None] & fits, other=0.0)
+    output, fits = tl.arange(0, BH), column < E
     b_dw = tl.zeros((BH, BE), tl.float32)
-    b_db = tl.zeros((BH,), tl.float32)
     for block in range(per_group):
         row = (group * per_group + block) * BR + tl.arange(0, BR)
-        real = (row < rows)[:, None] & counts
-        b_dz = tl.load(dy + row[:, None] * H + output, mask=real, other=0.0).to(tl.float32)
-        if SIGMOID:
-            b_y = tl.load(y + row[:, None] * H + output, mask=real, other=0.0)
-            b_dz = tl.where(b_dz == 0, 0.0, b_dz * b_y * (1 - b_y))
-        inside = (row < rows)[:, None] & fits
-        b_x = tl.load(x + row[:, None] * E + column, mask=inside, other=0.0)
-        b_x = tl.where((tl.max(tl.abs(b_dz), 1) > 0)[:, None], b_x, 0.0)
-        b_narrow = b_dz.to(b_x.dtype)
-        b_dx = tl.dot(b_narrow, b_w.to(b_x.dtype), input_precision=PRECISION)
-        if BESIDE:
-            b_dx += tl.load(beside + row[:, None] * E + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(d_x + row[:, None] * E + column, b_dx.to(d_x.dtype.element_ty), mask=inside)
-        b_dw = tl.dot(tl.trans(b_narrow), b_x, b_dw, input_precision=PRECISION)
-        b_db += tl.sum(b_dz, 0)
-    target = d_parameters + (group * H + output) * (E + 1)
-    tl.store(target[:, None] + column, b_dw, mask=counts[:, None] & fits)
-    if tl.program_id(0) == 0:
-        tl.store(target + E, b_db, mask=counts)
+        b_dz = tl.load(slopes + row[:, None] * BH + output, mask=(row < rows)[:, None], other=0.0)
+        takes_part = tl.max(tl.abs(b_dz.to(tl.float32)), 1) > 0
+        b_x = tl.load(x + row[:, None] * E + column, mask=takes_part[:, None] & fits, other=0.0)
+        b_dw = tl.dot(tl.trans(b_dz), b_x, b_dw, input_precision=PRECISION)
+    target = d_weight + (group * H + output[:, None]) * E + column
+    tl.store(target, b_dw, mask=(output < H)[:, None] & fits)
 
 
-def _sizes(x: Tensor, weight: Tensor) -> dict[str, object]:
+def _sizes(x: Tensor, weight: Tensor) -> dict[str, Any]:
     return {
         "E": x.shape[1],
         "H": len(weight),
@@ -218,25 +155,20 @@ def backward(
     dy: Tensor, y: Tensor | None, x: Tensor, weight: Tensor, beside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, columns), outputs = x.shape, len(weight)
-    few = outputs <= MAX_FEW
-    width, step, programs = COLUMNS, ROWS["backward"], WANTED_PROGRAMS
-    if few:
-        width, step, programs = FEW.row // x.element_size(), FEW.rows * FEW.steps, FEW.programs
-    parts = triton.cdiv(columns, width)
-    steps = triton.cdiv(rows, step)
-    per_group = triton.cdiv(steps, max(1, programs // parts))
-    groups = triton.cdiv(steps, per_group)
-    d_x = torch.empty_like(x)
-    d_parameters = x.new_empty((groups, outputs, columns + 1), dtype=torch.float32)
-    arguments = (dy, dy if y is None else y, x, weight, dy if beside is None else beside, d_x, d_parameters)
-    flags = {"SIGMOID": y is not None, "BESIDE": beside is not None}
-    if few:
-        _few_backward_kernel[(parts, groups)](
-            *arguments, rows, per_group, E=columns, H=outputs, BR=FEW.rows, BE=width, U=FEW.steps, num_warps=FEW.rows,
-            **flags,
-        )  # fmt: skip
-    else:
-        _backward_kernel[(parts, groups)](
-            *arguments, rows, per_group, BR=step, num_warps=4, num_stages=3, **flags, **_sizes(x, weight)
-        )
-    return d_x, d_parameters[..., :columns].sum(0), d_parameters[..., columns].sum(0)
+    sizes, parts = _sizes(x, weight), triton.cdiv(columns, COLUMNS)
+    d_x, slopes = torch.empty_like(x), x.new_empty((rows, sizes["BH"]))
+    blocks = triton.cdiv(rows, ROWS["input"])
+    d_bias = x.new_empty((blocks, outputs), dtype=torch.float32)
+    # A pointer that a kernel does not use must still be one.
+    _input_gradients_kernel[(parts * blocks,)](
+        dy, dy if y is None else y, weight, x if beside is None else beside, d_x, slopes, d_bias, rows,
+        BR=ROWS["input"], SIGMOID=y is not None, BESIDE=beside is not None, num_warps=4, **sizes,
+    )  # fmt: skip
+    blocks = triton.cdiv(rows, ROWS["weight"])
+    per_group = triton.cdiv(blocks, max(1, WANTED_PROGRAMS // parts))
+    groups = triton.cdiv(blocks, per_group)
+    d_weight = x.new_empty((groups, outputs, columns), dtype=torch.float32)
+    _weight_gradients_kernel[(parts, groups)](
+        slopes, x, d_weight, rows, per_group, BR=ROWS["weight"], num_warps=4, num_stages=3, **sizes
+    )
+    return d_x, d_weight.sum(0), d_bias.sum(0)
