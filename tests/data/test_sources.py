@@ -94,6 +94,9 @@ def test_parquet_row_groups_larger_than_a_batch_are_skipped_exactly(tmp_path: Pa
 def test_missing_values_are_empty_and_other_fields_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x", "text": 1}\n{"body": null, "text": 2}\n')
     assert documents(file_source([str(tmp_path / "a.jsonl")], text_field="body")) == ["x", ""]
+    (tmp_path / "a.txt").write_text("body")
+    with pytest.raises(ValueError, match=r"a\.txt is plain text, which has no field 'body'; leave text_field"):
+        file_source([str(tmp_path / "a.txt")], text_field="body")
 
 
 def test_the_embedded_corpus_is_the_standard_library() -> None:
@@ -114,6 +117,8 @@ def test_a_source_is_chosen_by_what_is_given(tmp_path: Path) -> None:
     assert choose_source().description == embedded_source().description
     folder = {"dataset": str(tmp_path), "split": "train", "config": None, "text_field": "text"}
     assert documents(choose_source(**folder)) == documents(dataset_source(str(tmp_path)))
+    with pytest.raises(ValueError, match="--text-field is of files and of a --dataset"):
+        choose_source(text_field="body")
     for options in ({"split": "test"}, {"files": [pattern], "revision": "main"}):
         with pytest.raises(ValueError, match="--config, --split and --revision are of a --dataset"):
             choose_source(**options)

@@ -98,6 +98,7 @@ def test_a_base_in_a_circle_is_named(tmp_path: Path) -> None:
         ("optimizer.name=adam", r"optimizer.name must be one of adamw, muon \(did you mean 'adamw'\?\), got 'adam'"),
         ("optimizer.final_learning_rate_share=2", r"must be in 0 ... 1, got 2"),
         ("optimizer.weight_decay=-1", r"optimizer.weight_decay must be at least 0, got -1"),
+        ("optimizer.weight_decay=.inf", r"optimizer.weight_decay must be a finite number of at least 0, got inf"),
         ("system.dtype=float16", r"system.dtype must be one of bfloat16, float32"),
         ("system.rows=0", r"system.rows must be at least 1, got 0"),
         ("system=1", r"--set takes SECTION.KEY=VALUE, such as training.steps=100; got 'system=1'"),

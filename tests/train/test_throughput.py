@@ -106,3 +106,11 @@ def test_dry_run_prints_the_plan_and_trains_nothing(
     for part in ("1,387,746,430", "76,294 of 524,288 tokens", "GiB in each of 1 processes", "hours at 40% of that"):
         assert part in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_deals_a_step_as_training_does(capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = Path(__file__).parents[2] / "recipes" / "1.3b" / "gla+ccq.yaml"
+    assert main(["train", str(shipped), "--dry-run", "--set", "system.rows=3"]) == 2
+    assert "a step of 128 windows cannot be dealt to 1 processes in micro-batches of 3" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"16 windows cannot be dealt to 3 processes.*multiple of 12"):
+        plan(recipe(), recipe().model.config(), processes=3, device=CPU)

@@ -47,7 +47,7 @@ def _add_prepare(actions: Commands) -> None:
     parser.add_argument("--config", metavar="NAME", help="configuration of the data set, such as sample-100BT")
     parser.add_argument("--split", default="train", metavar="NAME", help="split of the data set; default train")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the data set; default its newest")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="field that holds the text; default text")
+    parser.add_argument("--text-field", metavar="NAME", help="field that holds the text of a row; default text")
     parser.add_argument(
         "--held-out",
         type=_number_or_share,

@@ -161,11 +161,7 @@ class TokenLoader:
                 f"batch_size, rows and processes must be at least 1, process one of 0 ... processes - 1, and workers "
                 f"not negative; got {batch_size}, {rows}, {processes}, {process} and {workers}"
             )
-        if batch_size % (processes * rows):
-            raise ValueError(
-                f"a step of {batch_size} windows cannot be dealt to {processes} processes in micro-batches of {rows}; "
-                f"give a batch size that is a multiple of {processes * rows}{_other_rows(batch_size, processes)}"
-            )
+        check_micro_batches(batch_size, rows, processes)
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed is {seed}; give a number from 0 to 2**63 - 1")
         self._batch_size, self._rows, self._seed = batch_size, rows, seed
@@ -307,6 +303,19 @@ def _mix(value: int) -> int:
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     digest = hashlib.shake_128(f"{seed} {epoch}".encode()).digest(8 * _ROUNDS)
     return tuple(np.frombuffer(digest, "<u8").tolist())
+
+
+def check_micro_batches(batch_size: int, rows: int, processes: int) -> None:
+    """Every process must get whole micro-batches of `rows` windows out of a step of `batch_size`.
+
+    Raises:
+        ValueError: with the numbers that would do.
+    """
+    if batch_size % (processes * rows):
+        raise ValueError(
+            f"a step of {batch_size} windows cannot be dealt to {processes} processes in micro-batches of {rows}; "
+            f"give a batch size that is a multiple of {processes * rows}{_other_rows(batch_size, processes)}"
+        )
 
 
 def _other_rows(batch_size: int, processes: int) -> str:

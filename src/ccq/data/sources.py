@@ -87,17 +87,21 @@ def embedded_source() -> Source:
     )
 
 
-def file_source(patterns: Sequence[str], *, text_field: str = "text") -> Source:
+TEXT_FIELD = "text"
+"""Where the text of a row is, unless another field is named."""
+
+
+def file_source(patterns: Sequence[str], *, text_field: str | None = None) -> Source:
     """Local files, in the order of their sorted names.
 
     Args:
         patterns: file names or globs (`**` enters folders). JSON lines (.jsonl, .ndjson, .json; also compressed: .gz,
             .zst, .bz2) and Parquet (.parquet) give a document a row; a file with any other name is one document of
             UTF-8 text.
-        text_field: the field that holds the text.
+        text_field: the field that holds the text; default "text".
 
     Raises:
-        ValueError: a pattern matches no file, or the files are of several kinds.
+        ValueError: a pattern matches no file, the files are of several kinds, or a field is named and they have none.
     """
     paths: set[Path] = set()
     for pattern in patterns:
@@ -112,8 +116,14 @@ def file_source(patterns: Sequence[str], *, text_field: str = "text") -> Source:
     (kind,) = kinds
     files = sorted(paths)
     if kind == "text":
+        if text_field is not None:
+            raise ValueError(
+                f"{files[0]} is plain text, which has no field {text_field!r}; leave text_field (--text-field) out, or "
+                "give JSON lines or Parquet"
+            )
         pieces = [Piece(str(path), _FileRows(path)) for path in files]
     else:
+        text_field = TEXT_FIELD if text_field is None else text_field
         rows = _JsonRows if kind == "json" else _ParquetRows
         pieces = [Piece(str(path), rows(path, text_field)) for path in files]
     described = [{"name": str(path), "bytes": path.stat().st_size} for path in files]
@@ -122,7 +132,12 @@ def file_source(patterns: Sequence[str], *, text_field: str = "text") -> Source:
 
 
 def dataset_source(
-    name: str, *, config: str | None = None, split: str = "train", revision: str | None = None, text_field: str = "text"
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    text_field: str = TEXT_FIELD,
 ) -> Source:
     """A data set of the Hugging Face hub, streamed, or a local folder that `datasets` can load.
 
@@ -169,19 +184,24 @@ def choose_source(
     config: str | None = None,
     split: str = "train",
     revision: str | None = None,
-    text_field: str = "text",
+    text_field: str | None = None,
 ) -> Source:
     """`file_source` or `dataset_source`, whichever is given, else `embedded_source`.
 
     Raises:
-        ValueError: config, split or revision without a data set, or as these functions say.
+        ValueError: config, split or revision without a data set, a field without rows, or as these functions say.
         ConnectionError: the hub cannot be reached.
     """
     if dataset is not None:
-        return dataset_source(dataset, config=config, split=split, revision=revision, text_field=text_field)
+        field = TEXT_FIELD if text_field is None else text_field
+        return dataset_source(dataset, config=config, split=split, revision=revision, text_field=field)
     if (config, split, revision) != (None, "train", None):
         raise ValueError("--config, --split and --revision are of a --dataset; leave them out")
-    return embedded_source() if files is None else file_source(files, text_field=text_field)
+    if files is not None:
+        return file_source(files, text_field=text_field)
+    if text_field is not None:
+        raise ValueError("--text-field is of files and of a --dataset; leave it out")
+    return embedded_source()
 
 
 @dataclass(frozen=True)

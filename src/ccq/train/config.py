@@ -372,7 +372,8 @@ def _check_at_least(section: str, values: Any, least: float, *names: str) -> Non
     for name in names:
         value = getattr(values, name)
         if value is not None and not least <= value < math.inf:
-            raise ValueError(f"{section}.{name} must be at least {least}, got {value}")
+            wanted = f"at least {least}" if value < least else f"a finite number of at least {least}"
+            raise ValueError(f"{section}.{name} must be {wanted}, got {value}")
 
 
 def _check_positive(section: str, values: Any, *names: str) -> None:

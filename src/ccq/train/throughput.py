@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ccq.data.loader import check_micro_batches
 from ccq.models.configuration import CCQConfig
 from ccq.models.counts import parameter_count
 from ccq.models.utilization import card_peak_flops, training_flops_per_token
@@ -128,7 +129,12 @@ class Plan(NamedTuple):
 
 
 def plan(recipe: Recipe, config: CCQConfig, *, processes: int, device: torch.device) -> Plan:
-    """What the run would need on so many devices of this kind; nothing is trained."""
+    """What the run would need on so many devices of this kind; nothing is trained.
+
+    Raises:
+        ValueError: the windows of a step cannot be dealt to so many.
+    """
+    check_micro_batches(recipe.batch_size, recipe.system.rows, processes)
     flops = training_flops_per_token(config, recipe.data.length)
     known = peak_flops(device)
     peak = known if known is not None else measured_flops(device, DTYPES[recipe.system.dtype])
