@@ -161,8 +161,12 @@ def test_heads_are_a_gate_of_zero_in_the_others() -> None:
     other = make("gla+ccq")
     other.load_state_dict(model.state_dict())
     for read in other.read_steps():
-        own = read.gate_values
-        read.gate_values = lambda *a, own=own, **b: own(*a, **b) * torch.tensor([0.0, 2.0])
+
+        def doubled(*arguments: Any, own: Any = read.gate_and_query, **options: Any) -> tuple[Tensor, Tensor]:
+            gate, query = own(*arguments, **options)
+            return gate * torch.tensor([0.0, 2.0]), query
+
+        read.gate_and_query = doubled
     assert_close("heads", got, other(tokens).logits, 1e-12)
 
 
