@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.capture import capture
 from tests.helpers import relative_error
 from torch import Tensor, library
 
@@ -21,13 +22,14 @@ from ccq.ops import short_convolution as convolution
 from ccq.ops.l2_norm import l2_norm
 from ccq.ops.log_decay import log_sigmoid_decay
 from ccq.ops.swiglu import swiglu
-from ccq.ops.thin_linear import thin_linear
+from ccq.ops.thin_linear import thin_linear, thin_linear_and_input
 
 pytest.importorskip("fla")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 by_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 Results = dict[str, Tensor]
+NAMES = ("y", "x", "weight", "bias")
 
 
 def check(run: Callable[[str, torch.dtype], Results], dtype: torch.dtype) -> None:
@@ -171,9 +173,65 @@ def test_thin_linear(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     eps = torch.finfo(dtype).eps
     found, again = run("cuda", False), run("cuda", False)
     allowed = (2e-6, 2 * eps, 2 * eps, 2e-5)
-    for name, ours, value, limit in zip(("y", "x", "weight", "bias"), found, run("cpu", True), allowed, strict=True):
+    for name, ours, value, limit in zip(NAMES, found, run("cpu", True), allowed, strict=True):
         assert relative_error(ours.cpu(), value) <= limit, name
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("outputs", [6, 12])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (8, 4096)])
+@by_dtype
+def test_thin_linear_and_input(dtype: torch.dtype, shape: tuple[int, int], outputs: int) -> None:
+    """Both gradients of x in one, against their sum in float64; what holds NaN and has no gradient is left out."""
+    torch.manual_seed(0)
+    x, gradient, elsewhere = torch.randn(*shape, 384), torch.randn(*shape, outputs), torch.randn(*shape, 384)
+    x, elsewhere = x.to(dtype), elsewhere.to(dtype)
+    weight, bias = torch.randn(outputs, 384) / 20, torch.randn(outputs) - 4.6
+    dead = slice(1, 1 + shape[1] // 3)
+    gradient[0, dead] = 0
+    # About as large as what it is added to, behind a gate near 0.01, so that neither hides.
+    elsewhere = (elsewhere.float() / 500).to(dtype)
+
+    def run(device: str, wide: bool) -> list[Tensor]:
+        kept = torch.float64 if wide else torch.float32
+        leaves = [
+            x.to(device, torch.float64 if wide else dtype),
+            weight.to(dtype).to(device, kept) if wide else weight.to(device),
+            bias.to(device, kept),
+        ]
+        if not wide:
+            leaves[0] = leaves[0].clone()
+            leaves[0][0, dead] = float("nan")
+        leaves = [each.requires_grad_() for each in leaves]
+        y, again = thin_linear_and_input(*leaves, sigmoid=True)
+        found = torch.autograd.grad((y, again), leaves, (gradient.to(device, kept), elsewhere.to(device, again.dtype)))
+        return [y.detach(), *found]
+
+    eps = torch.finfo(dtype).eps
+    found, again, exact = run("cuda", False), run("cuda", False), run("cpu", True)
+    assert found[0][0, dead].isnan().all()
+    assert torch.equal(found[1][0, dead].cpu(), elsewhere[0, dead])
+    for name, ours, value, limit in zip(NAMES[1:], found[1:], exact[1:], (2 * eps, 2 * eps, 2e-5), strict=True):
+        assert relative_error(ours.cpu(), value) <= limit, name
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], again[1:], strict=True))
+
+
+def test_thin_linear_and_input_in_a_cuda_graph() -> None:
+    torch.manual_seed(0)
+    x, elsewhere = (torch.randn(3, 700, 384, device="cuda").bfloat16() for _ in range(2))
+    weight, bias, gradient = (torch.randn(*shape, device="cuda") for shape in ((6, 384), (6,), (3, 700, 6)))
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+
+    def both() -> tuple[Tensor, ...]:
+        y, again = thin_linear_and_input(*leaves, sigmoid=True)
+        return y.detach(), *torch.autograd.grad((y, again), leaves, (gradient, elsewhere))
+
+    graph, captured = capture(both)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for name, ours, value in zip(NAMES, captured, both(), strict=True):
+        assert torch.equal(ours, value), name
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16), (2, 700, 1056), (4, 4096, 5632)])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, library
 
+from ccq.ops.gated_delta_rule import gated_delta_rule
+from ccq.ops.gated_group_rms_norm import gated_group_rms_norm
+from ccq.ops.gla import gated_linear_attention
+from ccq.ops.linear_cross_entropy import linear_cross_entropy
 from ccq.ops.operators import custom_operator
+from ccq.ops.query import curvature_conditioned_query
+from ccq.ops.reads import exact_query
+from ccq.ops.ssd import state_space_duality
 
 
 @custom_operator("test_scaled_square", schema="(Tensor x, Tensor? weight, float scale) -> (Tensor, Tensor)")
@@ -181,3 +189,38 @@ def test_compiled_in_one_graph() -> None:
 def test_shapes_without_numbers() -> None:
     x, weight = (value.to("meta") for value in inputs(gradient=False))
     assert scaled_square(x, weight, 1.0)[0].shape == (3, 4)
+
+
+def _rule_inputs() -> tuple[Tensor, ...]:
+    q, k, v = (torch.randn(1, 9, 2, 4, dtype=torch.float64) for _ in range(3))
+    return q, k, v, -torch.rand(1, 9, 2, dtype=torch.float64)
+
+
+def _losses() -> dict[str, Callable[[Tensor], Tensor]]:
+    """By name: a sum of the outputs of each function that has a backward pass of its own, as a function of q."""
+    _, k, v, decay = _rule_inputs()
+    targets, weights = torch.tensor([1, 0]), torch.ones(2, dtype=torch.float64)
+    head, gate = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    return {
+        "curvature_conditioned_query": lambda x: curvature_conditioned_query(x, k, 0.5, backend="torch").query.sum(),
+        "gated_linear_attention": lambda x: gated_linear_attention(
+            x, k, v, decay.unsqueeze(-1).expand_as(k), backend="torch"
+        ).output.sum(),
+        "gated_delta_rule": lambda x: gated_delta_rule(x, k, v, decay, decay.exp(), backend="torch").output.sum(),
+        "state_space_duality": lambda x: state_space_duality(x, k, v, decay, backend="torch").output.sum(),
+        "gated_group_rms_norm": lambda x: gated_group_rms_norm(x, gate.expand_as(x), gate, groups=1, eps=1e-6).sum(),
+        "linear_cross_entropy": lambda x: linear_cross_entropy(x[0, :2, 0], head, targets, weights).total,
+        "the solution": lambda x: exact_query(x, k, 0.5).query.sum(),
+    }
+
+
+@pytest.mark.parametrize("name", _losses())
+def test_a_backward_pass_of_its_own_is_not_taken_for_a_constant(name: str) -> None:
+    """Behind a sum, where the gradient that arrives has no history, and added to what has a second derivative."""
+    loss = _losses()[name]
+    leaf = _rule_inputs()[0].requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    plain = torch.autograd.grad(loss(leaf), leaf)[0]
+    assert not plain.requires_grad and torch.equal(first, plain)
+    with pytest.raises(RuntimeError, match=f"{name} has no derivative, and one is asked for"):
+        (first.square().sum() + leaf.square().sum()).backward()

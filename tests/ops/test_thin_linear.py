@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.helpers import assert_close
 from torch import Tensor, library
+from torch.utils.checkpoint import checkpoint
 
 from ccq.ops import thin_linear as module
 from ccq.ops.thin_linear import thin_linear, thin_linear_and_input
@@ -56,7 +59,18 @@ def check(inputs: list[Tensor], tolerances: dict[str, float]) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("shape", "outputs"), [((2, 70, 48), 6), ((1, 1, 300), 1), ((3, 5, 129), 9), ((200, 16), 3)])
+@pytest.mark.parametrize(
+    ("shape", "outputs"),
+    [
+        ((2, 70, 48), 6),
+        ((1, 1, 300), 1),
+        ((3, 5, 129), 9),
+        ((200, 16), 3),
+        ((131, 520), 12),
+        ((67, 130), 16),
+        ((77, 70), 17),
+    ],
+)
 def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from ccq.ops.thin_linear import kernels
 
@@ -65,10 +79,11 @@ def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monke
 
 
 @pytest.mark.usefixtures("kernels", "gpu_rounding")
+@pytest.mark.parametrize("outputs", [1, 6, 12, 16, 17])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_logits_of_low_precision_input_are_not_rounded(dtype: torch.dtype) -> None:
+def test_logits_of_low_precision_input_are_not_rounded(dtype: torch.dtype, outputs: int) -> None:
     eps = torch.finfo(dtype).eps
-    inputs = draw(2, 90, 48, outputs=6, dtype=dtype)
+    inputs = draw(2, 90, 48, outputs=outputs, dtype=dtype)
     # dz is rounded before it meets x and the weight; the gate and the bias see no rounding.
     check(inputs, {"y": 2e-6, "x": 2 * eps, "weight": 2 * eps, "bias": 2e-6})
 
@@ -198,3 +213,106 @@ def test_without_gradients_nothing_is_recorded() -> None:
     assert not y.requires_grad and not again.requires_grad and torch.equal(again, x)
     y, again = thin_linear_and_input(x, weight, bias)
     assert y.requires_grad and not again.requires_grad
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("outputs", [1, 6, 12, 17])
+def test_padding_gets_what_comes_from_elsewhere(outputs: int, sigmoid: bool) -> None:
+    """Bit for bit, beside rows that hold NaN; the gradients of the others and of the parameters do not see them."""
+    x, weight, bias, gradient = (each.to(DEVICE) for each in draw(75, 20, outputs=outputs))
+    elsewhere = torch.randn_like(x)
+    gradient[10:40] = 0
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        both = thin_linear_and_input(*leaves, sigmoid=sigmoid)
+        return torch.autograd.grad(both, leaves, (gradient, elsewhere))
+
+    clean = run(x)
+    x[10:40] = float("nan")
+    for name, ours, theirs in zip(NAMES[1:], run(x), clean, strict=True):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(clean[0][10:40], elsewhere[10:40]) and not torch.equal(clean[0][:10], elsewhere[:10])
+
+
+@given(
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 300),
+    outputs=st.integers(1, 20),
+    sigmoid=st.booleans(),
+    biased=st.booleans(),
+    dead=st.integers(0, 150),
+    programs=st.sampled_from([1, 4, 528]),
+)
+def test_any_sizes(
+    rows: int, columns: int, outputs: int, sigmoid: bool, biased: bool, dead: int, programs: int
+) -> None:
+    """Of the first `dead` rows no gradient comes back but that from elsewhere."""
+    from ccq.ops.thin_linear import kernels
+
+    x, weight, bias, gradient = draw(rows, columns, outputs=outputs)
+    bias, elsewhere = bias * biased, torch.randn(rows, columns)
+    gradient[:dead] = 0
+    exact = formula([x, weight, bias, gradient], torch.float32, sigmoid)
+    exact[1] = exact[1] + elsewhere.double()
+    leaves = [each.to(DEVICE).requires_grad_() for each in ((x, weight, bias) if biased else (x, weight))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "is_chosen", lambda x, outputs: True)
+        patch.setattr(kernels, "WANTED_PROGRAMS", programs)
+        y, again = thin_linear_and_input(*leaves, sigmoid=sigmoid)
+        found = torch.autograd.grad((y, again), leaves, (gradient.to(DEVICE), elsewhere.to(DEVICE)))
+    for name, actual, value in zip(NAMES, (y, *found), exact, strict=False):
+        # A single sum may come out near zero, of terms that are not.
+        assert_close(name, actual.detach().cpu(), value, 4e-6, floor=1e-5)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_strided_gradient_from_elsewhere() -> None:
+    x, weight, bias, gradient = (each.to(DEVICE) for each in draw(6, 20, 24, outputs=3))
+    elsewhere = torch.randn(20, 6, 24, device=DEVICE).transpose(0, 1)
+    apart = x.transpose(0, 1).contiguous().transpose(0, 1)
+    found = []
+    for given_x, beside in ((x, elsewhere.contiguous()), (apart, elsewhere), (x, elsewhere[:1, :1].expand_as(x))):
+        leaves = [each.clone().requires_grad_() for each in (given_x, weight, bias)]
+        found.append(torch.autograd.grad(thin_linear_and_input(*leaves), leaves, (gradient, beside)))
+    for plain, strided in zip(*found[:2], strict=True):
+        assert torch.equal(plain, strided)
+    assert_close("x", found[2][0] - found[0][0], elsewhere[:1, :1] - elsewhere, 2e-6)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_both_uses_under_activation_checkpointing(dtype: torch.dtype) -> None:
+    inputs = [each.to(DEVICE) for each in draw(2, 30, 24, outputs=3, dtype=dtype)[:3]]
+
+    def loss(*leaves: Tensor) -> Tensor:
+        y, again = thin_linear_and_input(*leaves, sigmoid=True)
+        return y.sum() + again.float().square().sum()
+
+    results = []
+    for again in (False, True):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        total = checkpoint(loss, *leaves, use_reentrant=False) if again else loss(*leaves)
+        results.append(torch.autograd.grad(total, leaves))
+    for kept, computed in zip(*results, strict=True):
+        assert torch.equal(kept, computed)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+def test_both_uses_compile_without_a_break() -> None:
+    """In a compiled graph x is itself, and the sum of its two gradients the compiler's."""
+    inputs = [each.to(DEVICE) for each in draw(2, 20, 24, outputs=3)]
+
+    def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        y, again = thin_linear_and_input(*leaves, sigmoid=True)
+        return y, 2 * again
+
+    results = []
+    for call in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        leaves = [each.clone().requires_grad_() for each in inputs[:3]]
+        y, double = call(*leaves)
+        results.append((y, *torch.autograd.grad((y, double), leaves, (inputs[3], inputs[0]))))
+    for name, eager, compiled in zip(NAMES, *results, strict=True):
+        assert_close(name, compiled.detach().cpu(), eager.detach().cpu(), 2e-6)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ccq.ops.checks import accumulation_dtype
+from ccq.ops.gated_group_rms_norm import gated_group_rms_norm
 from ccq.ops.rms_norm_gated import rms_norm_gated
 
 
@@ -34,7 +33,8 @@ class RMSNormGated(nn.Module):
 
 
 class GatedGroupRMSNorm(nn.Module):
-    """The output norm of Mamba2: x * silu(gate), then RMS norm over each of `groups` equal parts of the last dimension.
+    """The output norm of Mamba2: (x + skip * values) * silu(gate), then RMS norm over each of `groups` equal parts of
+    the last dimension.
 
     The weight [size] is called `weight`, as in the official layer.
     """
@@ -51,12 +51,11 @@ class GatedGroupRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         self.weight.fill_(1)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [..., size] -> [..., size] in the dtype of x; computed in float32 (float64 for float64 input)."""
-        dtype = accumulation_dtype(x.dtype)
-        gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * self.weight.to(dtype)).to(x.dtype)
+    def forward(self, x: Tensor, gate: Tensor, *, values: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        """x, gate and, where there is a skip [size], values [..., size] -> [..., size] in the dtype of x; computed in
+        float32 (float64 for float64 input).
+        """
+        return gated_group_rms_norm(x, gate, self.weight, groups=self.groups, eps=self.eps, values=values, skip=skip)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, groups={self.groups}, eps={self.eps}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype
+from ccq.ops.operators import differentiable_once
 
 LOGITS = 2**27
 """Logits that are held at a time: half a GiB in float32, 4,194 targets of a vocabulary of 32,000."""
@@ -99,6 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.dot(each, weights.to(dtype)), each
 
     @staticmethod
+    @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, total: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         gradients = ctx.gradients
         hidden = None if gradients.hidden is None else gradients.hidden * total.to(ctx.dtype)

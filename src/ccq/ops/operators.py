@@ -9,6 +9,7 @@ In a compiled model there is no difference.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ class Operator:
         def backward_once(ctx: Any, *gradients: Any) -> Any:
             found = backward(ctx, *gradients)
             # With create_graph. What was saved need not be among the arguments of this, so all that is found is marked.
-            return self._refusing(found) if torch.is_grad_enabled() else found
+            return _refusing(found, self.name) if torch.is_grad_enabled() else found
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
         # The name is that of the node in a graph.
@@ -91,7 +92,7 @@ class Operator:
         if any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return self._recorded.apply(*arguments)
         # Of tensors in a list a Function knows nothing.
-        return self._refusing(self._run_below(*arguments))
+        return _refusing(self._run_below(*arguments), self.name)
 
     def _run_below(self, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -102,17 +103,45 @@ class Operator:
             self._refuse()
 
     def _refuse(self, *_: Any) -> None:
-        raise RuntimeError(
-            f"{self.name} has no derivative, and one is asked for: a gradient of a gradient, or one in forward mode?"
-        )
+        _refuse(self.name)
 
-    def _refusing(self, found: Any) -> Any:
-        """The same gradients, as results of something that cannot be differentiated."""
-        methods = {"forward": staticmethod(lambda ctx, x: x.view_as(x)), "backward": staticmethod(self._refuse)}
-        mark: Any = type(f"{self.name.replace('::', '_')}_gradient", (torch.autograd.Function,), methods)
-        one = isinstance(found, Tensor)
-        marked = [x if x is None else mark.apply(x.detach().requires_grad_()) for x in ((found,) if one else found)]
-        return marked[0] if one else tuple(marked)
+
+def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the backward pass of an autograd.Function, under its staticmethod: what it returns cannot be differentiated.
+
+    torch's `once_differentiable` refuses where the gradients that arrive have a history, and takes the result for a
+    constant where they have none, as behind a sum, though it depends on what was saved.
+    """
+
+    def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *gradients: Any) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *gradients)
+            again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            return _refusing(found, name) if again else found
+
+        return once
+
+    return wrap
+
+
+def _refuse(name: str) -> None:
+    raise RuntimeError(
+        f"{name} has no derivative, and one is asked for: a gradient of a gradient, or one in forward mode?"
+    )
+
+
+def _refusing(found: Any, name: str) -> Any:
+    """The same gradients, as results of something that cannot be differentiated."""
+    methods = {
+        "forward": staticmethod(lambda ctx, x: x.view_as(x)),
+        "backward": staticmethod(lambda *_: _refuse(name)),
+    }
+    mark: Any = type(f"{name.replace('::', '_')}_gradient", (torch.autograd.Function,), methods)
+    one = isinstance(found, Tensor)
+    marked = [x if x is None else mark.apply(x.detach().requires_grad_()) for x in ((found,) if one else found)]
+    return marked[0] if one else tuple(marked)
 
 
 def _several(outputs: Any) -> tuple[Any, ...]:

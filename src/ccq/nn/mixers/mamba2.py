@@ -137,7 +137,7 @@ class Mamba2(nn.Module):
             )
             q, statistics = found.query, found.statistics
             k = k if found.keys is None else found.keys
-        values = split_heads(v, self.num_heads).to(dtype)
+        values = split_heads(v, self.num_heads)
         output, memory = read_memory(
             state_space_duality,
             q,
@@ -149,6 +149,6 @@ class Mamba2(nn.Module):
             cu_seqlens=cu_seqlens,
             mask=mask,
         )
-        output = output.to(dtype) + self.D.to(dtype).unsqueeze(-1) * values
-        output = self.norm(output.flatten(2), gate).to(v.dtype)
+        skip = self.D.unsqueeze(-1).expand(-1, values.shape[-1]).flatten()
+        output = self.norm(output.flatten(2), gate, values=v, skip=skip)
         return MixerOutput(self.out_proj(output), MixerState(memory, statistics, convolution))

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ccq.ops.gated_delta_rule.reference import gated_delta_rule_step
 from ccq.ops.layout import ChunkLayout
+from ccq.ops.operators import differentiable_once
 from ccq.ops.write_rule import WriteRuleResult
 
 
@@ -93,7 +93,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         return layout.merge(output.unflatten(0, (-1, heads))), final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("gated_delta_rule")
     def backward(ctx: Any, grad_output: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, beta, inverse, writes, states = ctx.saved_tensors
         layout: ChunkLayout = ctx.layout

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ccq.ops.gla.reference import gated_linear_attention_step
 from ccq.ops.layout import ChunkLayout
+from ccq.ops.operators import differentiable_once
 from ccq.ops.write_rule import WriteRuleResult
 
 
@@ -82,7 +82,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         return _merge(layout, output, q.shape[2]), final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("gated_linear_attention")
     def backward(ctx: Any, grad_output: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, scores, states = ctx.saved_tensors
         layout: ChunkLayout = ctx.layout

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.layout import ChunkLayout
+from ccq.ops.operators import differentiable_once
 from ccq.ops.query.reference import NORM_EPSILON, curvature_conditioned_query_step, l2_normalize
 from ccq.ops.query.statistics import KeyStatistics
 
@@ -131,7 +131,7 @@ class _CurvatureConditionedQuery(torch.autograd.Function):
         return y, layout.merge(correction) if return_correction else None, last_moment, last_total
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("curvature_conditioned_query")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         with torch.autocast(ctx.device_type, enabled=False):
             return _backward(ctx, *gradients)

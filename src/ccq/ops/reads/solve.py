@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ccq.ops.operators import differentiable_once
+
 Product = Callable[[Tensor], Tensor]
 
 
@@ -52,6 +54,6 @@ class _Implicit(torch.autograd.Function):
         return solution.clone()
 
     @staticmethod
+    @differentiable_once("the solution")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            return ctx.solve(gradient), None, None
+        return ctx.solve(gradient), None, None

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ccq.ops.layout import ChunkLayout
+from ccq.ops.operators import differentiable_once
 from ccq.ops.ssd.reference import state_space_duality_step
 from ccq.ops.write_rule import WriteRuleResult
 
@@ -72,25 +72,25 @@ class _StateSpaceDuality(torch.autograd.Function):
         layout: ChunkLayout,
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(layout, state.dtype, q, k, v, log_decay)
-        groups = q.shape[2]
-        update = torch.matmul(chunks.keys.mT, chunks.values_to_end())
-        states, final = _scan(layout, chunks.total, update, state, groups)
+        states, final = chunks.states(state)
         output = torch.matmul(chunks.scores(), chunks.values)
         output.addcmul_(_unfold(torch.matmul(chunks.queries, states), v.shape[2]), chunks.from_start).mul_(scale)
-        ctx.save_for_backward(q, k, v, log_decay, states)
+        ctx.save_for_backward(q, k, v, log_decay, state)
         ctx.scale, ctx.layout = scale, layout
         return layout.merge(output), final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("state_space_duality")
     def backward(ctx: Any, grad_output: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, states = ctx.saved_tensors
+        q, k, v, log_decay, state = ctx.saved_tensors
         layout: ChunkLayout = ctx.layout
         groups, heads = q.shape[2], v.shape[2]
         with torch.autocast(q.device.type, enabled=False):
-            chunks = _Chunks(layout, states.dtype, q, k, v, log_decay)
+            chunks = _Chunks(layout, state.dtype, q, k, v, log_decay)
             queries, keys, values = chunks.queries, chunks.keys, chunks.values
-            grad_output = layout.split(grad_output).to(states.dtype) * ctx.scale
+            grad_output = layout.split(grad_output).to(state.dtype) * ctx.scale
+            # Once more: kept, they would be as much as all else that a layer of 500M keeps for its backward pass.
+            states, _ = chunks.states(state)
 
             # What the chunk reads from the state before it, and what it leaves to the state behind it.
             asked = _fold(grad_output * chunks.from_start, groups)
@@ -136,6 +136,7 @@ class _Chunks:
     def __init__(
         self, layout: ChunkLayout, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor
     ) -> None:
+        self.layout = layout
         self.queries, self.keys, self.values = (layout.split(x).to(dtype) for x in (q, k, v))
         """[P, G, C, D], [P, G, C, D], [P, H, C, V]"""
         log_decay = layout.split_scalar(log_decay).unsqueeze(-1).to(dtype)
@@ -148,6 +149,11 @@ class _Chunks:
         """[P, H, C, C], L, zero for j > i."""
         self.to_end = self.decay[:, :, -1].unsqueeze(-1)
         """[P, H, C, 1], L_Cj."""
+
+    def states(self, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """The state before each chunk [P, G, D, R * V], folded, and the last one of each sequence, [N, H, D, V]."""
+        update = torch.matmul(self.keys.mT, self.values_to_end())
+        return _scan(self.layout, self.total, update, initial, self.keys.shape[1])
 
     def values_to_end(self) -> Tensor:
         """[P, G, C, R * V], L_Cj v_j, folded."""
