@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ccq.report.costs import QUALITY_TITLES, CostPoint
 from ccq.report.figures import (
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 _COLUMNS = 3
 _DOTS_PER_INCH = 150
+_SWEEP_HEIGHT = 3.0
+"""Inches."""
+
+Panel = TypeVar("Panel")
 
 
 class ReportFigure(NamedTuple):
@@ -330,26 +334,33 @@ def _efficiency_figure(runs: Runs, table: ReportTable | None, styles: Mapping[st
     ]
     if not chosen and not sweeps:
         return None
-    panels = len(chosen) + len(sweeps)
-    columns = min(panels, 2)
-    rows = -(-panels // columns)
-    most = max((len(_bars(shown, place)) for place, _ in chosen), default=0)
+    bars = [(_bars(shown, place), label) for place, label in chosen]
+    columns = min(max(len(bars), len(sweeps)), 2)
+    # A row of bars is as high as the panel with most of them.
+    heights = [0.8 + 0.24 * max(len(each) for each, _ in row) for row in _rows_of(bars, columns)]
+    heights += [_SWEEP_HEIGHT for _ in _rows_of(sweeps, columns)]
 
     def draw(figure: Figure) -> None:
-        for number, (place, label) in enumerate(chosen):
-            _draw_bars(figure.add_subplot(rows, columns, number + 1), _bars(shown, place), label, styles)
-        for number, benchmark in enumerate(sweeps, len(chosen)):
-            axes = figure.add_subplot(rows, columns, number + 1)
-            _draw_sweep(axes, benchmark.sweep, styles)
-            axes.set_title(f"training, {benchmark.sweep_tokens:,} tokens a step, {benchmark.scale}")
+        grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+        for row, panels in enumerate(_rows_of(bars, columns)):
+            for column, (each, label) in enumerate(panels):
+                _draw_bars(figure.add_subplot(grid[row, column]), each, label, styles)
+        for row, benchmarks in enumerate(_rows_of(sweeps, columns), len(heights) - -(-len(sweeps) // columns)):
+            for column, benchmark in enumerate(benchmarks):
+                axes = figure.add_subplot(grid[row, column])
+                _draw_sweep(axes, benchmark.sweep, styles)
+                axes.set_title(f"training, {benchmark.scale},\n{benchmark.sweep_tokens:,} tokens a step")
 
     caption = (
         "Bars of the paper are hatched (v2, App. C, from a reading note of v2); those of runs are plain. Machines, "
         "numbers of rows and precision differ as the table says. The paper's own Figure 5, a sweep over lengths at 32K "
         "tokens a step, is not drawn: none of its numbers is known here."
     )
-    height = max(0.8 + 0.24 * most, 2.6 if sweeps else 0.0)
-    return ReportFigure("efficiency", "Figure 5: end-to-end efficiency", caption, (10.0, height * rows + 0.3), draw)
+    return ReportFigure("efficiency", "Figure 5: end-to-end efficiency", caption, (10.0, sum(heights) + 0.3), draw)
+
+
+def _rows_of(panels: Sequence[Panel], columns: int) -> list[Sequence[Panel]]:
+    return [panels[first : first + columns] for first in range(0, len(panels), columns)]
 
 
 def _bars(rows: Sequence[TableRow], place: int) -> list[tuple[str, str, str, float, str]]:
@@ -404,7 +415,8 @@ def _draw_sweep(axes: Axes, sweep: Mapping[tuple[str, int], float], styles: Mapp
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [length_text(length) for length in lengths], minor=False)
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    # The topmost mark whole.
+    axes.set_ylim(0, 1.06 * max(sweep.values()))
     axes.yaxis.set_major_formatter(lambda value, _position: _count_text(value))
     axes.set_xlabel("length of a row in tokens")
     axes.set_ylabel("tokens a second")

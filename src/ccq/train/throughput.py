@@ -84,9 +84,9 @@ def activation_bytes_per_token(config: CCQConfig, width: int) -> int:
     Counted are the inputs of products, convolutions, norms, activations and write rule: of the block, its input and
     that of the SwiGLU, both before and behind a norm, and four inner vectors of the SwiGLU; of the mixer, what is
     projected (queries and keys of K = heads x key size, values and output gate of U = heads x value size), twice more
-    behind convolutions, unit queries and keys where there are any, the query of the read step, the decay, the output
-    of the write rule, and, but for Mamba2, four times that in float32 inside the gated norm. States at chunk boundaries
-    are left out.
+    behind convolutions (of Mamba2 three times, because its step size multiplies values that the skip reads without it),
+    unit queries and keys where there are any, the query of the read step, the decay, the output of the write rule, and,
+    but for Mamba2, four times that in float32 inside the gated norm. States at chunk boundaries are left out.
     """
     hidden, inner = config.hidden_size, config.intermediate_size or 0
     keys, values = config.num_heads * config.head_dim, config.num_heads * config.value_head_dim
@@ -96,7 +96,7 @@ def activation_bytes_per_token(config: CCQConfig, width: int) -> int:
     if config.backbone == "mamba2":
         keys = config.num_groups * config.head_dim
         convolved = values + 2 * keys
-        mixer = width * (values + 3 * convolved + 3 * values)
+        mixer = width * (values + 4 * convolved + 3 * values)
         return block + mixer + (width * 3 * keys if config.read is not None else 0)
     mixer = width * (2 * keys + 2 * values + values) + 4 * 4 * values + width * values
     if config.short_convolution is not None:
