@@ -349,7 +349,7 @@ def _efficiency_figure(runs: Runs, table: ReportTable | None, styles: Mapping[st
             for column, benchmark in enumerate(benchmarks):
                 axes = figure.add_subplot(grid[row, column])
                 _draw_sweep(axes, benchmark.sweep, styles)
-                axes.set_title(f"training, {benchmark.scale},\n{benchmark.sweep_tokens:,} tokens a step")
+                axes.set_title(f"training, {benchmark.sweep_tokens:,} tokens a step,\n{benchmark.scale}")
 
     caption = (
         "Bars of the paper are hatched (v2, App. C, from a reading note of v2); those of runs are plain. Machines, "
