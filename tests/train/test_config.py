@@ -53,6 +53,25 @@ def test_set_replaces_single_values(tmp_path: Path) -> None:
     assert recipe.data == load_recipe(write(tmp_path)).data
 
 
+def test_how_to_prepare_a_folder_is_not_taken_over_for_another(tmp_path: Path) -> None:
+    prepared = SMALL.replace("{folder: data/x, ", "{folder: data/x, stdlib_tokenizer: 300, ")
+    path = write(tmp_path, prepared)
+    wanted = {
+        (): ("data/x", 300),
+        ("data.length=32",): ("data/x", 300),
+        ("data.folder=data/x",): ("data/x", 300),
+        ("data.folder=data/y",): ("data/y", None),
+        ("data.folder=data/y", "data.stdlib_tokenizer=400"): ("data/y", 400),
+        ("data.stdlib_tokenizer=400", "data.folder=data/y"): ("data/y", 400),
+        ("data.folder=null", "data.synthetic_tokens=999"): (None, None),
+    }
+    for changes, expected in wanted.items():
+        data = load_recipe(path, changes).data
+        assert (data.folder, data.stdlib_tokenizer) == expected, changes
+    other = write(tmp_path, "base: recipe.yaml\ndata: {folder: data/y}\n", "other.yaml")
+    assert load_recipe(other).data.stdlib_tokenizer is None
+
+
 def test_a_base_is_replaced_value_by_value(tmp_path: Path) -> None:
     write(tmp_path, name="base.yaml")
     (tmp_path / "below").mkdir()

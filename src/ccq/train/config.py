@@ -60,7 +60,8 @@ class DataRecipe:
     """Made by `ccq data prepare`; relative to the working directory."""
     stdlib_tokenizer: int | None = None
     """Where `folder` does not exist, prepare it from the sources of Python's standard library with a tokenizer of so
-    many tokens: a recipe that runs anywhere."""
+    many tokens: a recipe that runs anywhere. It belongs to the folder it was given with: who names another folder, in a
+    file or by --set, gives it too or means a folder that exists."""
     synthetic_tokens: int | None = None
     """In place of a folder: so many random tokens, for measuring speed."""
     pack_documents: bool = False
@@ -250,6 +251,7 @@ def load_recipe(path: Path, changes: Iterable[str] = ()) -> Recipe:
         OSError: the file cannot be read.
     """
     values = _read(path, ())
+    replaced: dict[str, dict[str, Any]] = {}
     for change in changes:
         name, equals, text = change.partition("=")
         section, dot, key = name.strip().partition(".")
@@ -261,8 +263,8 @@ def load_recipe(path: Path, changes: Iterable[str] = ()) -> Recipe:
             raise ValueError(f"--set {change}: {text!r} is not a value of YAML") from error
         if not isinstance(values.setdefault(section, {}), dict):
             raise ValueError(f"{section} must be a section of keys and values, got {values[section]!r}")
-        values[section][key] = value
-    return Recipe.from_dict(values)
+        replaced.setdefault(section, {})[key] = value
+    return Recipe.from_dict(_over(values, replaced))
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
@@ -276,12 +278,21 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ValueError(f"base must be the name of a file beside the recipe, got {base!r}")
-    merged = _read(path.parent / base, (*readers, path))
-    for name, content in values.items():
-        if isinstance(content, dict) and isinstance(merged.get(name), dict):
-            merged[name] = {**merged[name], **content}
-        else:
+    return _over(_read(path.parent / base, (*readers, path)), values)
+
+
+def _over(values: dict[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with those that were replaced."""
+    merged = dict(values)
+    for name, content in replaced.items():
+        if not (isinstance(content, dict) and isinstance(merged.get(name), dict)):
             merged[name] = content
+            continue
+        before, merged[name] = merged[name], {**merged[name], **content}
+        moved = name == "data" and merged[name].get("folder") != before.get("folder")
+        if moved and "stdlib_tokenizer" not in content:
+            # It was said of another folder: one whose name is mistyped must not be filled with the standard library.
+            merged[name].pop("stdlib_tokenizer", None)
     return merged
 
 
