@@ -100,7 +100,7 @@ def curvature_conditioned_query(
             tensors are looked at on a CPU only); on input that backend "triton" does not take.
         ImportError, RuntimeError: with backend "triton", if triton is not installed or the tensors are on a CPU.
     """
-    return _read(
+    return curvature_conditioned_query_and_keys(
         q,
         k,
         gate,
@@ -112,7 +112,6 @@ def curvature_conditioned_query(
         return_correction=return_correction,
         query_dtype=query_dtype,
         backend=backend,
-        pass_keys=False,
     )[0]
 
 
@@ -142,37 +141,6 @@ def curvature_conditioned_query_and_keys(
     Returns:
         (CurvatureConditionedQueryResult(query, correction, statistics), keys [B, T, H, D] in the dtype of k).
     """
-    return _read(
-        q,
-        k,
-        gate,
-        statistics=statistics,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        normalize=normalize,
-        centred=centred,
-        return_correction=return_correction,
-        query_dtype=query_dtype,
-        backend=backend,
-        pass_keys=True,
-    )
-
-
-def _read(
-    q: Tensor,
-    k: Tensor,
-    gate: Tensor | float,
-    *,
-    statistics: KeyStatistics | None,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    normalize: bool | str,
-    centred: bool,
-    return_correction: bool,
-    query_dtype: torch.dtype | None,
-    backend: str,
-    pass_keys: bool,
-) -> tuple[CurvatureConditionedQueryResult, Tensor]:
     check_backend(backend, BACKENDS)
     check_input("q", q, ("B", "T", "H", "D"))
     check_input("k", k, tuple(q.shape), q)
@@ -199,7 +167,6 @@ def _read(
                 centred=centred,
                 return_correction=return_correction,
                 query_dtype=query_dtype,
-                pass_keys=pass_keys,
             )
             return CurvatureConditionedQueryResult(query, correction, last), keys
         if statistics is None:

@@ -410,11 +410,10 @@ def fused_curvature_conditioned_query(
     centred: bool,
     return_correction: bool,
     query_dtype: torch.dtype,
-    pass_keys: bool,
 ) -> tuple[Tensor, Tensor | None, KeyStatistics, Tensor]:
     """The read step by Triton kernels; arguments and results as in `chunked_curvature_conditioned_query`, and
-    statistics of None stand for those before the first key. Returns k too: with `pass_keys` as an output of the read
-    step, whose kernel then adds the gradient that reaches it to its own.
+    statistics of None stand for those before the first key. Returns k too, as an output of the read step, whose kernel
+    adds the gradient that reaches it to its own.
 
     Raises:
         ImportError: without triton.
@@ -432,11 +431,7 @@ def fused_curvature_conditioned_query(
         query, correction, *last = torch.ops.ccq.read_token(q, k, gate, *statistics, *options)
     else:
         known = (None, None, None) if statistics is None else statistics
-        arguments = (q, k, gate, *known, mask, boundaries, *options)
-        if pass_keys:
-            query, correction, *last, k = read_step.with_passed(*arguments)
-        else:
-            query, correction, *last = torch.ops.ccq.read_step(*arguments)
+        query, correction, *last, k = read_step.with_passed(q, k, gate, *known, mask, boundaries, *options)
     return query, correction if return_correction else None, KeyStatistics(*last[:3]), k
 
 
