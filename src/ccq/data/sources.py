@@ -137,7 +137,7 @@ def dataset_source(
     config: str | None = None,
     split: str = "train",
     revision: str | None = None,
-    text_field: str = TEXT_FIELD,
+    text_field: str | None = None,
 ) -> Source:
     """A data set of the Hugging Face hub, streamed, or a local folder that `datasets` can load.
 
@@ -146,12 +146,13 @@ def dataset_source(
     Args:
         name: such as "HuggingFaceFW/fineweb-edu".
         config, split, revision: as `datasets.load_dataset` has them.
-        text_field: the column that holds the text.
+        text_field: the column that holds the text; default "text".
 
     Raises:
         ConnectionError: the hub cannot be reached.
         ValueError: there is no such data set, configuration or split.
     """
+    text_field = TEXT_FIELD if text_field is None else text_field
     datasets = _import_extra("datasets")
     datasets.disable_progress_bars()
     if not Path(name).is_dir():
@@ -193,8 +194,7 @@ def choose_source(
         ConnectionError: the hub cannot be reached.
     """
     if dataset is not None:
-        field = TEXT_FIELD if text_field is None else text_field
-        return dataset_source(dataset, config=config, split=split, revision=revision, text_field=field)
+        return dataset_source(dataset, config=config, split=split, revision=revision, text_field=text_field)
     if (config, split, revision) != (None, "train", None):
         raise ValueError("--config, --split and --revision are of a --dataset; leave them out")
     if files is not None:

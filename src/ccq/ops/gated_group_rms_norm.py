@@ -45,25 +45,24 @@ def gated_group_rms_norm(
     arguments = (x, gate, weight, values, skip)
     if torch.compiler.is_compiling():
         # The compiler fuses the formula, and decides itself what it keeps.
-        return _output(_normed(*arguments, groups, eps)[0], weight, x.dtype)
+        return _formula(*arguments, groups, eps)
     y: Tensor = _GatedGroupRMSNorm.apply(*arguments, groups, eps)
     return y
 
 
-def _normed(
+def _sum(x: Tensor, values: Tensor | None, skip: Tensor | None) -> Tensor:
+    """s"""
+    s = x.to(accumulation_dtype(x.dtype))
+    return s if values is None or skip is None else s + skip.to(s.dtype) * values.to(s.dtype)
+
+
+def _formula(
     x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """n, [..., groups, S / groups]; s and gate, [..., S], as they are computed with."""
-    dtype = accumulation_dtype(x.dtype)
-    s, g = x.to(dtype), gate.to(dtype)
-    if values is not None and skip is not None:
-        s = s + skip.to(dtype) * values.to(dtype)
-    z = (s * F.silu(g)).unflatten(-1, (groups, -1))
-    return F.rms_norm(z, z.shape[-1:], eps=eps), s, g
-
-
-def _output(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (normed.flatten(-2) * weight.to(normed.dtype)).to(dtype)
+) -> Tensor:
+    s = _sum(x, values, skip)
+    z = (s * F.silu(gate.to(s.dtype))).unflatten(-1, (groups, -1))
+    n = F.rms_norm(z, z.shape[-1:], eps=eps).flatten(-2)
+    return (n * weight.to(n.dtype)).to(x.dtype)
 
 
 class _GatedGroupRMSNorm(torch.autograd.Function):
@@ -71,16 +70,16 @@ class _GatedGroupRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, ctx.groups, ctx.eps = arguments
         ctx.save_for_backward(*tensors)
-        x, _, weight, *_ = tensors
-        with torch.autocast(x.device.type, enabled=False):
-            return _output(_normed(*arguments)[0], weight, x.dtype)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return _formula(*arguments)
 
     @staticmethod
     @differentiable_once("gated_group_rms_norm")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, values, skip = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
-            _, s, g = _normed(x, gate, weight, values, skip, ctx.groups, ctx.eps)
+            s = _sum(x, values, skip)
+            g = gate.to(s.dtype)
             share = torch.sigmoid(g)
             z = (s * g * share).unflatten(-1, (ctx.groups, -1))
             r = torch.rsqrt(z.square().mean(-1, keepdim=True) + ctx.eps)

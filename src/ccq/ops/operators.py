@@ -57,8 +57,8 @@ class Operator:
         self._recorded_with_passed: Any = None if passed is None else self._function(backward, setup_context, passed)
 
     def with_passed(self, *arguments: Any) -> Any:
-        """The outputs and, behind them, the argument `passed`, so that `backward` gets the gradient that
-        reaches it, to add it where it writes its own. Without gradients, and in a compiled graph, the argument itself.
+        """The outputs and, behind them, the argument `passed`, so that `backward` gets the gradient that reaches it, to
+        add it where it writes its own. Without gradients, and in a compiled graph, the argument itself.
         """
         assert self._passed is not None
         passed = arguments[self._passed]
@@ -76,12 +76,10 @@ class Operator:
             setup_context(ctx, arguments, outputs)
             return outputs if passed is None else (*_several(outputs), arguments[passed].view_as(arguments[passed]))
 
-        def backward_once(ctx: Any, *gradients: Any) -> Any:
-            found = backward(ctx, *gradients)
-            # With create_graph. What was saved need not be among the arguments of this, so all that is found is marked.
-            return _refusing(found, self.name) if torch.is_grad_enabled() else found
-
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
+        methods = {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(differentiable_once(self.name)(backward)),
+        }
         # The name is that of the node in a graph.
         return type(self.name.replace("::", "_"), (torch.autograd.Function,), methods)
 
@@ -116,10 +114,12 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
     def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *gradients: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
+            # With create_graph.
             with torch.no_grad():
                 found = backward(ctx, *gradients)
-            again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            return _refusing(found, name) if again else found
+            return found if torch.compiler.is_compiling() else _refusing(found, name)
 
         return once
 
