@@ -72,7 +72,7 @@ def test_projected_keys_are_the_weights_times_the_input(changes: dict[str, Any])
     tokens = some_tokens()
     layer = collect(model, tokens)[0]
     block = model.model.layers[0]
-    x = block.attn_norm(model.model.embeddings(tokens))
+    x, _ = block.attn_norm(model.model.embeddings(tokens))
     assert_close("projected", layer.projected_keys.flatten(1), x @ block.attn.k_proj.weight.T, 1e-12)
     assert layer.name == "model.layers.0.attn"
     assert layer.memory_keys is not None
@@ -86,7 +86,7 @@ def test_projected_keys_of_mamba2_are_its_b_before_the_convolution() -> None:
     layer = collect(model, tokens)[0]
     block = model.model.layers[0]
     mixer = block.attn
-    x = block.attn_norm(model.model.embeddings(tokens))
+    x, _ = block.attn_norm(model.model.embeddings(tokens))
     values, keys, _ = mixer.sizes
     rows = mixer.in_proj.weight[2 * values : 2 * values + keys]
     assert_close("projected", layer.projected_keys.flatten(1), x @ rows.T, 1e-12)

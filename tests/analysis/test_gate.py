@@ -31,7 +31,7 @@ def test_correction_is_the_covariance_of_the_keys_times_the_query() -> None:
     measured = measure_reads(model, tokens, batch_size=2)
     assert measured is not None
     layer = model.model.layers[0]
-    x = layer.attn_norm(model.model.embeddings(tokens))
+    x, _ = layer.attn_norm(model.model.embeddings(tokens))
     q, k = (
         convolution(projection(x))[0].view(3, 12, 2, 32)
         for projection, convolution in (
@@ -96,7 +96,7 @@ def test_values_are_lambda_at_every_token() -> None:
     layer = model.model.layers[0]
     expected = []
     for row in tokens:
-        x = layer.attn_norm(model.model.embeddings(row[None]))
+        x, _ = layer.attn_norm(model.model.embeddings(row[None]))
         presplit = layer.attn.q_conv1d(layer.attn.q_proj(x))[0][0]
         expected += [1 / (1 + (-(read.gate_weight @ each + read.gate_bias)).exp()) for each in presplit]
     (found,) = values.layers

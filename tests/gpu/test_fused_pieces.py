@@ -18,9 +18,11 @@ from torch import Tensor, library
 
 from ccq.nn import ShortConvolution
 from ccq.ops import l2_norm as norm
+from ccq.ops import residual_rms_norm as residual
 from ccq.ops import short_convolution as convolution
 from ccq.ops.l2_norm import l2_norm
 from ccq.ops.log_decay import log_sigmoid_decay
+from ccq.ops.residual_rms_norm import residual_rms_norm
 from ccq.ops.swiglu import swiglu
 from ccq.ops.thin_linear import thin_linear, thin_linear_and_input
 
@@ -233,6 +235,72 @@ def test_thin_linear_and_input_in_a_cuda_graph() -> None:
         x.copy_(torch.randn_like(x))
     graph.replay()
     for name, ours, value in zip(NAMES, captured, both(), strict=True):
+        assert torch.equal(ours, value), name
+
+
+# The dtype of the stream and that of branch and norm: of a model under autocast, and of two in low precision.
+by_stream = pytest.mark.parametrize(
+    ("stream", "low"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+
+
+def draw_residual(shape: tuple[int, ...], stream: torch.dtype, low: torch.dtype) -> list[Tensor]:
+    """x, branch, weight, and the gradients of the norm and, from elsewhere, of the sum."""
+    torch.manual_seed(0)
+    kinds = (stream, low, low, stream)
+    x, branch, dy, dz = (torch.randn(shape).to(kind) for kind in kinds)
+    return [2 * x, branch, torch.randn(shape[-1]).to(stream), dy, dz / 2]
+
+
+def differentiate_residual(inputs: list[Tensor], added: bool) -> list[Tensor]:
+    """y, z and the gradients of x, weight and, where it is added, of the branch; under autocast where the gradient of y
+    has another dtype than x.
+    """
+    x, branch, weight, dy, dz = inputs
+    leaves = [each.detach().requires_grad_() for each in (x, weight, *((branch,) if added else ()))]
+    with torch.autocast(x.device.type, dy.dtype, enabled=dy.dtype != x.dtype):
+        assert residual.is_chosen(x, branch if added else None) == x.is_cuda
+        y, z = residual_rms_norm(*leaves[:2], 1e-5, branch=leaves[2] if added else None)
+    return [y.detach(), z.detach(), *torch.autograd.grad((y, z), leaves, (dy, dz))]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2048), (3, 700, 2048), (8, 4096, 2048), (1, 1, 700), (3, 700, 700)])
+@pytest.mark.parametrize("added", [False, True])
+@by_stream
+def test_residual_rms_norm(stream: torch.dtype, low: torch.dtype, added: bool, shape: tuple[int, int, int]) -> None:
+    """Against float64, of the sum as it is rounded, whose gradient both of its parts have."""
+    inputs = draw_residual(shape, stream, low)
+    there = [each.cuda() for each in inputs]
+    found, again = differentiate_residual(there, added), differentiate_residual(there, added)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    x, branch, weight, dy, dz = inputs
+    z = (x.float() + branch.float()).to(stream) if added else x
+    exact = differentiate_residual([each.double() for each in (z, branch, weight, dy, dz)], False)
+    exact += exact[2:3] * added
+    assert torch.equal(found[1].cpu(), z)
+    kinds = (low, stream, stream, stream, low)
+    for name, ours, value, kind in zip(("y", "z", "x", "weight", "branch"), found, exact, kinds, strict=False):
+        limit = max(2 * torch.finfo(kind).eps, 2e-5 if name == "weight" else 2e-6)
+        assert ours.dtype == kind and relative_error(ours.cpu(), value) <= limit, name
+
+
+@pytest.mark.parametrize("added", [False, True])
+@by_stream
+def test_residual_rms_norm_in_a_cuda_graph(stream: torch.dtype, low: torch.dtype, added: bool) -> None:
+    inputs = [each.cuda() for each in draw_residual((3, 700, 2048), stream, low)]
+    graph, captured = capture(lambda: tuple(differentiate_residual(inputs, added)))
+    for each in inputs:
+        each.copy_(torch.randn_like(each))
+    graph.replay()
+    for name, ours, value in zip(
+        ("y", "z", "x", "weight", "branch"), captured, differentiate_residual(inputs, added), strict=False
+    ):
         assert torch.equal(ours, value), name
 
 

@@ -11,7 +11,7 @@ from tests.helpers import assert_close
 from tests.models.small import VOCABULARY, make, random_tokens
 from torch.utils.data import Dataset
 
-from ccq.models import ARMS, CCQCache, CCQForCausalLM, load_model
+from ccq.models import ARMS, CCQCache, CCQForCausalLM, load_model, preset
 
 
 def gradients(model: CCQForCausalLM, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -104,6 +104,38 @@ def test_autocast_stays_close_and_keeps_states_in_float32(arm: str) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     if arm != "transformer":
         assert all(layer.state.memory.dtype == torch.float32 for layer in output.cache.layers)
+
+
+@pytest.mark.parametrize("backbone", ["gla", "gated-deltanet"])
+def test_under_autocast_one_copy_of_a_norm_is_kept(backbone: str) -> None:
+    """In bfloat16, by all linear maps that read it together: five or six in a mixer, two behind it."""
+    torch.manual_seed(0)
+    model = CCQForCausalLM(preset(f"{backbone}-tiny")).train()
+    block = model.model.layers[0]
+    normed: list[torch.Tensor] = []
+    for module in (block.attn_norm, block.mlp_norm):
+        module.register_forward_hook(lambda *call: normed.append(call[-1][0]))
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    x = torch.randn(2, 10, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        block(x, None, None, None, False)
+    for name, value in zip(("mixer", "mlp"), normed, strict=True):
+        rows = value.detach().bfloat16().flatten(0, -2)
+        copies = {
+            each.untyped_storage().data_ptr()
+            for each in kept
+            if each.dtype == torch.bfloat16
+            and each.shape[-1] == 64
+            and each.numel() == rows.numel()
+            # A view of it for one map and not for another is the same copy.
+            and torch.equal(each.detach().reshape(rows.shape), rows)
+        }
+        assert len(copies) == 1, f"{name}: {len(copies)} copies"
 
 
 class Lines(Dataset[dict[str, list[int]]]):

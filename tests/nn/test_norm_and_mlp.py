@@ -1,12 +1,60 @@
-"""The gated norms and the SwiGLU layer against their formulas in float64, written out."""
+"""The gated norms and the SwiGLU layer against their formulas in float64, written out; the norm of the residual stream
+against torch's.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tests.helpers import assert_close
+from torch import nn
 
 from ccq.nn import GatedGroupRMSNorm, RMSNormGated, SwiGLU
+from ccq.nn.norm import ResidualRMSNorm
+
+
+def norm_and_torchs() -> tuple[ResidualRMSNorm, nn.RMSNorm]:
+    """With one weight, loaded from one into the other."""
+    layer, plain = ResidualRMSNorm(6, eps=1e-3), nn.RMSNorm(6, eps=1e-3)
+    with torch.no_grad():
+        plain.weight.copy_(torch.randn(6))
+    layer.load_state_dict(plain.state_dict())
+    return layer, plain
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_residual_norm_is_torchs_norm_of_the_sum(added: bool, autocast: bool) -> None:
+    """With the gradients of what both outputs go into; under autocast it is rounded as a linear map would."""
+    layer, plain = norm_and_torchs()
+    x, branch, gradient, elsewhere = (torch.randn(2, 3, 6) for _ in range(4))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        leaves = [each.clone().requires_grad_() for each in ((x, branch) if added else (x,))]
+        y, stream = layer(*leaves)
+        copies = [each.clone().requires_grad_() for each in leaves]
+        total = copies[0] + copies[1] if added else copies[0]
+        expected = plain(total)
+        if autocast:
+            expected = expected.bfloat16()
+    gradient = gradient.to(y.dtype)
+    assert y.dtype == expected.dtype and torch.equal(y, expected) and torch.equal(stream, total)
+    found = torch.autograd.grad((y, stream), (*leaves, layer.weight), (gradient, elsewhere))
+    theirs = torch.autograd.grad((expected, total), (*copies, plain.weight), (gradient, elsewhere))
+    for ours, value in zip(found, theirs, strict=True):
+        assert_close("gradient", ours, value, 1e-6)
+
+
+def test_residual_norm_without_a_branch_hands_the_stream_on() -> None:
+    layer, _ = norm_and_torchs()
+    x = torch.randn(2, 3, 6)
+    assert layer(x)[1] is x
+
+
+def test_residual_norm_is_saved_as_torchs() -> None:
+    layer, plain = norm_and_torchs()
+    assert list(layer.state_dict()) == ["weight"] and torch.equal(layer.state_dict()["weight"], plain.weight)
+    layer.reset_parameters()
+    assert (layer.weight == 1).all()
 
 
 def test_gated_norm() -> None:

@@ -34,6 +34,7 @@ from ccq.models.intervention import GateValues, ReadIntervention, read_intervent
 from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, Mamba2, SoftmaxAttention
 from ccq.nn.mixers.common import LayerState
 from ccq.nn.mlp import SwiGLU
+from ccq.nn.norm import ResidualRMSNorm
 from ccq.nn.read import GatedReadStep, ReadStep
 from ccq.nn.reads import READS
 from ccq.ops.checks import values_can_be_read
@@ -141,11 +142,11 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: CCQConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn_norm = ResidualRMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attn = MIXERS[config.backbone](config, make_read(config, layer))
         self.mlp_norm = self.mlp = None
         if config.intermediate_size is not None:
-            self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp_norm = ResidualRMSNorm(config.hidden_size, eps=config.norm_eps)
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
@@ -153,10 +154,12 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, LayerState | None]:
         # The state of softmax attention holds every key and value, and is made only where it is kept.
         options = {"return_state": keep_state} if isinstance(self.attn, SoftmaxAttention) else {}
-        mixed, state = self.attn(self.attn_norm(x), state=state, mask=mask, cu_seqlens=cu_seqlens, **options)
-        x = x + mixed
+        normed, x = self.attn_norm(x)
+        branch, state = self.attn(normed, state=state, mask=mask, cu_seqlens=cu_seqlens, **options)
         if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
+            normed, x = self.mlp_norm(x, branch)
+            branch = self.mlp(normed)
+        x = x + branch
         # What a compiled block puts out has a gradient, if only of zeros, which is carried back through the rule.
         return x, state if keep_state else None
 

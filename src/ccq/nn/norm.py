@@ -1,4 +1,4 @@
-"""Normalisations. A plain RMS norm is `torch.nn.RMSNorm`; here is what torch does not have."""
+"""Normalisations. A plain RMS norm is `torch.nn.RMSNorm`; here is what torch does not have in one piece."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from ccq.ops.gated_group_rms_norm import gated_group_rms_norm
+from ccq.ops.residual_rms_norm import residual_rms_norm
 from ccq.ops.rms_norm_gated import rms_norm_gated
+
+
+class ResidualRMSNorm(nn.RMSNorm):
+    """The norm in front of each half of a block, which adds what the half before has put out to the residual stream."""
+
+    eps: float
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__(size, eps=eps)
+
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x, branch [..., size] -> the norm of x + branch, in the dtype that linear maps compute in, and x + branch;
+        without a branch, the norm of x, and x.
+        """
+        return residual_rms_norm(x, self.weight, self.eps, branch=branch)
 
 
 class RMSNormGated(nn.Module):
