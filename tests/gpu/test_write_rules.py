@@ -576,12 +576,6 @@ def test_the_operators_keep_their_promises(rule: str, with_state: bool, boundari
         )
 
 
-@by_rule
-def test_the_token_operator_keeps_its_promises(rule: str) -> None:
-    inputs = on_gpu(make(rule, 3, 1, 64, 64, torch.bfloat16))
-    library.opcheck(OPERATORS[rule].token.overload, (*inputs.values(), 0.1))
-
-
 @pytest.mark.parametrize(("size", "value_size"), SIZES)
 @by_rule
 def test_one_token(rule: str, size: int, value_size: int) -> None:
@@ -616,5 +610,4 @@ def test_every_configuration_of_the_card_is_used_as_it_stands() -> None:
             with flash_linear_attention.using(Watching(configurations)):
                 output, final, *kept = operator.forward(*values, state, 0.1, None)
                 operator.backward(*values[:3], *values[4:], *kept, state, output, final, 0.1, None)
-                operator.token(*(x[:, :1] for x in values), state, 0.1)
             assert seen == {name: each for name, each in configurations.items() if name not in REPLACED}

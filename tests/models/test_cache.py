@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from tests.helpers import assert_close
 from tests.models.small import CASES, assert_same_cache, make, random_tokens
+from torch import Tensor
 
-from ccq.models import ARMS, CCQCache, load_state, save_state
+import ccq.nn.read as read_module
+from ccq.models import ARMS, CCQCache, CCQForCausalLM, load_state, save_state
+from ccq.nn import ShortConvolution, conv
+from ccq.nn.mixers import common as common
 from ccq.nn.mixers import map_state, state_tensors
+from ccq.ops import write_rule_step
+from ccq.ops.query import update_and_read_
 
 LINEAR = [arm for arm in ARMS if arm != "transformer"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OVERWRITTEN = ["gla", "gla+ccq", "gated-deltanet+ccq", "mamba2", "mamba2+ccq"]
+"""Their write rules overwrite the memory."""
 
 
 def addresses(cache: CCQCache) -> list[int]:
@@ -230,3 +243,177 @@ def test_the_size_of_a_cache() -> None:
     assert cache.state_bytes == 3 * 2 * (4 * 2 * (4 * 6 + 4 * 4 + 4) + 8)
     halved = map_state(cache.layers[0].state, lambda x: x[:1])
     assert sum(x.numel() for x in state_tensors(halved).values()) == 2 * (4 * 6 + 4 * 4 + 4) + 1
+
+
+# One token by the kernels that overwrite the states, on a GPU or in Triton's interpreter.
+
+
+Calls = dict[str, list[bool]]
+by_overwriting_arm = pytest.mark.parametrize("arm", OVERWRITTEN)
+
+
+@contextmanager
+def in_pytorch() -> Iterator[None]:
+    """None of these kernels is used, on a GPU neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_rule_step, "is_chosen", lambda *_: False)
+        patch.setattr(conv, "is_chosen", lambda *_: False)
+        patch.setattr(read_module, "update_and_read_", partial(update_and_read_, backend="torch"))
+        yield
+
+
+def convolve_in_pytorch(layer: ShortConvolution, x: Tensor, state: Tensor | None, *_: Any) -> Tensor:
+    history = x.new_zeros(len(x), layer.kernel_size - 1, layer.channels) if state is None else state
+    return layer._convolve(torch.cat((history, x), 1))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The kernels are used on a CPU too; of each call of one, whether it overwrites."""
+    pytest.importorskip("triton")
+    found: Calls = {"memory": [], "convolution": []}
+
+    def is_chosen(q: Tensor, *others: Tensor) -> bool:
+        return not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others)))
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(write_rule_step, "is_chosen", is_chosen)
+        monkeypatch.setattr(conv, "is_chosen", lambda x, width: x.shape[1] == 1)
+        # That of many tokens takes long in the interpreter, and overwrites nothing.
+        monkeypatch.setattr(ShortConvolution, "_fused", convolve_in_pytorch)
+        monkeypatch.setattr(read_module, "update_and_read_", partial(update_and_read_, backend="triton"))
+    write_token, convolve_token_ = write_rule_step.write_token, common.convolve_token_
+
+    def write(*given: Any, in_place: bool) -> Any:
+        found["memory"].append(in_place)
+        return write_token(*given, in_place=in_place)
+
+    def convolve(*given: Any) -> Any:
+        outputs = convolve_token_(*given)
+        found["convolution"].append(outputs is not None)
+        return outputs
+
+    monkeypatch.setattr(write_rule_step, "write_token", write)
+    monkeypatch.setattr(common, "convolve_token_", convolve)
+    return found
+
+
+def decode(model: CCQForCausalLM, tokens: Tensor, cache: CCQCache, **options: Any) -> Tensor:
+    """Logits [N, T, vocabulary] of tokens read one after the other."""
+    return torch.cat([model(token, cache=cache, **options).logits for token in tokens.split(1, 1)], 1)
+
+
+@pytest.mark.parametrize("arm", [*OVERWRITTEN, "gla-hedgehog+ccq", "gla+ccq-two-reads", "gated-deltanet+ccq-two-reads"])
+@torch.no_grad()
+def test_kernels_decode_in_place(arm: str, calls: Calls) -> None:
+    model, tokens = make(arm, torch.float32).to(DEVICE), random_tokens(2, 9).to(DEVICE)
+    with in_pytorch():
+        plain = CCQCache(model.config)
+        model(tokens[:, :4], cache=plain)
+        cache = copy.deepcopy(plain)
+        expected = decode(model, tokens[:, 4:], plain)
+    before, places = copy.deepcopy(cache), addresses(cache)
+    calls["convolution"].clear()
+    found = decode(model, tokens[:, 4:], cache)
+    assert_close("logits", found, expected, 1e-5)
+    assert_same_cache(cache, plain, 1e-5)
+    assert addresses(cache) == places
+    # A query in parts reads the memory twice, and the convolution of Mamba2 has a bias.
+    twice = "two-reads" in arm
+    assert calls["memory"] == [not twice] * (20 if twice else 10)
+    assert calls["convolution"] == ["mamba2" not in arm] * 10
+    # What was copied before is a branch of its own.
+    with in_pytorch():
+        assert_close("branch", decode(model, tokens[:, 4:], before), expected, 1e-5)
+
+
+@by_overwriting_arm
+@torch.no_grad()
+def test_kernels_begin_with_an_empty_cache(arm: str, calls: Calls) -> None:
+    model, tokens = make(arm, torch.float32).to(DEVICE), random_tokens(2, 4).to(DEVICE)
+    cache, plain = CCQCache(model.config), CCQCache(model.config)
+    found = decode(model, tokens, cache)
+    with in_pytorch():
+        expected = decode(model, tokens, plain)
+    assert_close("logits", found, expected, 1e-5)
+    assert_same_cache(cache, plain, 1e-5)
+    assert calls["memory"] == [False] * 2 + [True] * 6
+
+
+@by_overwriting_arm
+@torch.no_grad()
+def test_kernels_skip_padding(arm: str, calls: Calls) -> None:
+    """Row by row; where a row has no token its state stays as it is, bit for bit, and in its place."""
+    model, tokens = make(arm, torch.float32).to(DEVICE), random_tokens(3, 5).to(DEVICE)
+    cache = model(random_tokens(3, 4).to(DEVICE)).cache
+    plain, places = copy.deepcopy(cache), addresses(cache)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]], device=DEVICE)
+    start = [map_state(layer.state, torch.clone) for layer in cache.layers]
+    for t in range(3):
+        here = slice(t, t + 1)
+        found = model(tokens[:, here], attention_mask=mask[:, here], cache=cache).logits
+        with in_pytorch():
+            expected = model(tokens[:, here], attention_mask=mask[:, here], cache=plain).logits
+        real = mask[:, t].bool()
+        assert_close("logits", found[real], expected[real], 1e-5)
+    assert_same_cache(cache, plain, 1e-5)
+    assert addresses(cache) == places
+    for layer, old in zip(cache.layers, start, strict=True):
+        for name, x in state_tensors(layer.state).items():
+            assert torch.equal(x[2], state_tensors(old)[name][2]), name
+    assert len(calls["memory"]) == 6
+
+
+@by_overwriting_arm
+def test_kernels_overwrite_nothing_that_gradients_need(arm: str, calls: Calls) -> None:
+    """As `test_gradients_begin_again_behind_a_call_without`, in float32."""
+    model, tokens = make(arm, torch.float32).to(DEVICE), random_tokens(2, 8).to(DEVICE)
+    parameters = list(model.parameters())
+    with in_pytorch():
+        expected_first = torch.autograd.grad(model(tokens[:, :5]).logits.square().sum(), parameters)
+        with torch.no_grad():
+            before = model(tokens[:, :7]).cache
+        expected_last = torch.autograd.grad(model(tokens[:, 7:], cache=before).logits.square().sum(), parameters)
+
+    cache = CCQCache(model.config)
+    first = torch.cat([model(part, cache=cache).logits for part in (tokens[:, :4], tokens[:, 4:5])], 1)
+    with torch.no_grad():
+        decode(model, tokens[:, 5:7], cache)
+    # The first of the two finds a state that gradients reach back through.
+    assert calls["memory"] == [False] * 2 + [True] * 2
+    assert [*filter(None, calls["convolution"])] == ([] if "mamba2" in arm else [True] * 2)
+    last = model(tokens[:, 7:], cache=cache).logits
+    assert len(calls["memory"]) == 4
+    for logits, expected in ((last, expected_last), (first, expected_first)):
+        found = torch.autograd.grad(logits.square().sum(), parameters)
+        for (name, _), a, b in zip(model.named_parameters(), found, expected, strict=True):
+            assert_close(name, a, b, 1e-4, floor=1e-5)
+
+
+@by_overwriting_arm
+def test_kernels_overwrite_nothing_while_gradients_are_recorded(arm: str, calls: Calls) -> None:
+    """Not even where no gradient is wanted in anything."""
+    model, tokens = make(arm, torch.float32).to(DEVICE).requires_grad_(False), random_tokens(2, 6).to(DEVICE)
+    cache = CCQCache(model.config)
+    model(tokens[:, :4], cache=cache)
+    found = decode(model, tokens[:, 4:], cache)
+    assert calls["memory"] == [False] * 4 and not any(calls["convolution"])
+    with in_pytorch():
+        assert_close("logits", found, model(tokens).logits[:, 4:], 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+@torch.no_grad()
+def test_kernels_in_one_graph_decode_every_token(calls: Calls) -> None:
+    torch._dynamo.reset()
+    model = make("gated-deltanet+ccq", torch.float32, num_layers=1).to(DEVICE)
+    tokens = random_tokens(2, 8).to(DEVICE)
+    cache = CCQCache(model.config, static=True)
+    model(tokens[:, :4], cache=cache)
+    eager, places = copy.deepcopy(cache), addresses(cache)
+    expected = decode(model, tokens[:, 4:], eager)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close("logits", decode(compiled, tokens[:, 4:], cache), expected, 1e-6)
+    assert_same_cache(cache, eager, 1e-6)
+    assert addresses(cache) == places
+    assert calls["memory"].count(True) >= 5

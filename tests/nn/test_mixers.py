@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,12 @@ from ccq.nn import (
     MixerState,
     SoftmaxAttention,
 )
+from ccq.nn import conv as conv_module
 from ccq.nn.mixers import map_state, state_from_tensors, state_tensors
+from ccq.nn.mixers.common import OverwritableState
+from ccq.nn.read import StaticKeyStatistics
+from ccq.nn.reads import TwoReads
+from ccq.ops import thin_linear, write_rule_step
 
 HIDDEN, HEADS, SIZE, VALUE = 12, 2, 4, 6
 # Mamba2 with heads that share one query and key, and with two groups of such heads.
@@ -483,13 +490,19 @@ def test_decay_starts_in_the_range_asked_for() -> None:
     assert layer.dt_bias._no_weight_decay
 
 
+def choose_thin_kernels(monkeypatch: pytest.MonkeyPatch, chosen: bool) -> None:
+    """Let Gated DeltaNet take its small projections for the kernels' or not; they are computed in PyTorch."""
+    both = SimpleNamespace(is_chosen=lambda x, outputs: chosen, thin_linear=thin_linear.thin_linear)
+    monkeypatch.setattr(gated_deltanet_module, "thin_linear", both)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_small_projections_are_the_same_together(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """As the kernels compute them on a GPU, here in PyTorch: output and gradients."""
     layer, x = make("gated-deltanet", READS["presplit"], dtype), torch.randn(2, 9, HIDDEN, dtype=dtype)
     results = []
     for together in (False, True):
-        monkeypatch.setattr(gated_deltanet_module, "is_chosen", lambda x, outputs, together=together: together)
+        choose_thin_kernels(monkeypatch, together)
         output = layer(x).output
         results.append([output, *torch.autograd.grad(output.square().sum(), list(layer.parameters()))])
     names = ["output", *(name for name, _ in layer.named_parameters())]
@@ -501,7 +514,7 @@ def test_an_adapter_around_a_projection_is_heard(monkeypatch: pytest.MonkeyPatch
     """By the kernels the small projections are computed together, from their weights; an adapter has more than a
     weight.
     """
-    monkeypatch.setattr(gated_deltanet_module, "is_chosen", lambda x, outputs: True)
+    choose_thin_kernels(monkeypatch, True)
 
     class Adapter(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -524,6 +537,86 @@ def test_an_adapter_around_a_projection_is_heard(monkeypatch: pytest.MonkeyPatch
             assert_close("output", heard, layer(x).output, 1e-12)
             with torch.no_grad():
                 getattr(layer, bias).sub_(3)
+
+
+@pytest.fixture
+def step_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token without gradients is read by the kernels, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a CPU, so in Triton's interpreter, which is off beside a GPU")
+    monkeypatch.setattr(
+        write_rule_step,
+        "is_chosen",
+        lambda q, *others: not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others))),
+    )
+    monkeypatch.setattr(conv_module, "is_chosen", lambda x, width: x.shape[1] == 1)
+    update = read_module.update_and_read_
+    monkeypatch.setattr(read_module, "update_and_read_", lambda *x, **options: update(*x, **options, backend="triton"))
+
+
+def copied(state: MixerState) -> MixerState:
+    return map_state(state, lambda x: x.clone(memory_format=torch.contiguous_format))
+
+
+def lent(state: MixerState) -> OverwritableState:
+    """A copy, as a cache lends it."""
+    memory, statistics, convolution = copied(state)
+    return OverwritableState(memory, None if statistics is None else StaticKeyStatistics(*statistics), convolution)
+
+
+def overwritten(before: MixerState, after: MixerState) -> set[str]:
+    """Which tensors of the state after a call are those of the state before."""
+    old, new = state_tensors(before), state_tensors(after)
+    return {name for name, x in new.items() if x.data_ptr() == old[name].data_ptr()}
+
+
+@pytest.mark.usefixtures("step_kernels")
+@pytest.mark.parametrize("kind", ["dense", "padded", "gradients"])
+@pytest.mark.parametrize("read", ["none", "presplit"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_a_state_is_overwritten_only_where_its_owner_lets_it(backbone: str, read: str, kind: str) -> None:
+    """One token by the kernels, from a state held elsewhere and from one that is lent, is the same token."""
+    layer = make(backbone, READS[read], torch.float32)
+    x, token = torch.randn(3, 5, HIDDEN), torch.randn(3, 1, HIDDEN)
+    options = {"mask": torch.tensor([[1], [0], [1]])} if kind == "padded" else {}
+    with torch.no_grad():
+        expected, last = make_exact(layer)(token.double(), state=make_exact(layer)(x.double()).state, **options)
+        # Views of something larger would not be overwritten in any case.
+        state = copied(layer(x).state)
+    held, loan = copied(state), lent(state)
+    with torch.set_grad_enabled(kind == "gradients"):
+        output, after = layer(token, state=state, **options)
+        from_loan, after_loan = layer(token, state=loan, **options)
+    assert_same_state(state, held, 0.0)
+    assert overwritten(state, after) == set()
+    for y, new in ((output, after), (from_loan, after_loan)):
+        assert_close("output", y, expected, 2e-6)
+        assert_same_state(new, last, 2e-6)
+    names = {"dense": set(state_tensors(state)), "padded": {"memory"}, "gradients": set()}[kind]
+    # The convolution of Mamba2 has a bias.
+    assert overwritten(loan, after_loan) == {name for name in names if "mamba2" not in backbone or "conv" not in name}
+
+
+def make_exact(layer: Mixer) -> Mixer:
+    return copy.deepcopy(layer).double()
+
+
+@pytest.mark.usefixtures("step_kernels")
+@pytest.mark.parametrize("backbone", BACKBONES)
+@torch.no_grad()
+def test_a_memory_that_is_read_twice_is_not_overwritten(backbone: str) -> None:
+    layer = make(backbone, None, torch.float32)
+    layer.read = TwoReads(GROUPS.get(backbone, HEADS), SIZE, gate=0.5)
+    x, token = torch.randn(3, 5, HIDDEN), torch.randn(3, 1, HIDDEN)
+    exact = make_exact(layer)
+    expected, last = exact(token.double(), state=exact(x.double()).state)
+    loan = lent(layer(x).state)
+    before = loan.memory.clone()
+    output, after = layer(token, state=loan)
+    assert torch.equal(loan.memory, before) and "memory" not in overwritten(loan, after)
+    assert_close("output", output, expected, 2e-6)
+    assert_same_state(after, last, 2e-6)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

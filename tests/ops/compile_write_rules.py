@@ -102,7 +102,7 @@ def spilled(cubin: bytes) -> int:
 
 
 def launches(rule: str, size: int, value_size: int, table: flash_linear_attention.Table) -> list[dict[str, Any]]:
-    """Forward and backward of a rule with states, and one token; or of the norm behind it."""
+    """Forward and backward of a rule with states, or of the norm behind it."""
     if rule == rms_norm_gated.OPERATION:
         x = torch.zeros(768, value_size, dtype=torch.bfloat16)
         compiler = Compiler(table.choose(rule, value_size, value_size))
@@ -120,8 +120,6 @@ def launches(rule: str, size: int, value_size: int, table: flash_linear_attentio
         if rule == "gla":
             _, final, summed, kept = torch.ops.ccq.gated_linear_attention(q, q, v, *gates, state, 0.1, None)
             torch.ops.ccq.gated_linear_attention_backward(q, q, v, summed, kept, state, v, final, 0.1, None)
-            one = [x[:, :1] for x in (q, q, v, *gates)]
-            torch.ops.ccq.gated_linear_attention_token(*one, state, 0.1)
         else:
             _, final, summed, kept = torch.ops.ccq.gated_delta_rule(q, q, v, *gates, state, 0.1, None)
             torch.ops.ccq.gated_delta_rule_backward(q, q, v, gates[1], summed, kept, state, v, final, 0.1, None)

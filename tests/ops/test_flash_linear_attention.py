@@ -28,9 +28,10 @@ from tests.ops.gated_delta_rule import test_gated_delta_rule
 from tests.ops.gla import test_gla
 from torch import Tensor, library
 
-from ccq.ops import flash_linear_attention
+from ccq.ops import flash_linear_attention, write_rule_step
 from ccq.ops.gated_delta_rule import fused as gated_delta_rule_fused
 from ccq.ops.gla import fused as gla_fused
+from ccq.ops.write_rule import WriteRuleResult
 
 RULES: dict[str, WriteRuleBattery] = {
     "gla": test_gla.TestGatedLinearAttention(),
@@ -67,12 +68,13 @@ KERNELS = {
     },
     "rms_norm_gated": {"layer_norm_gated_fwd_kernel": {"BT"}, "layer_norm_gated_bwd_kernel": {"BT"}},
 }
-# Those of gated linear attention that ccq.ops.gla.kernels replaces: the tables keep them for the package's own layers,
-# which `ccq bench layer` runs beside these.
+# Those of gated linear attention that ccq.ops.gla.kernels and ccq.ops.write_rule_step replace: the tables keep them for
+# the package's own layers, which `ccq bench layer` runs beside these.
 REPLACED = {
     "chunk_gla_fwd_A_kernel_intra_sub_inter",
     "chunk_gla_fwd_A_kernel_intra_sub_intra",
     "chunk_gla_bwd_kernel_intra",
+    "fused_recurrent_fwd_kernel",
 }
 INSTALLED = importlib.util.find_spec("fla") is not None
 
@@ -466,20 +468,23 @@ def test_strided_tensors(rule: str) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 @by_rule
-def test_one_token_without_gradients_is_the_recurrent_kernel(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, called = importlib.import_module(f"ccq.ops.{rule}"), []
-    token = {"gla": "fused_gated_linear_attention_token", "gated_delta_rule": "fused_gated_delta_rule_token"}[rule]
-    inner = getattr(module, token)
-    monkeypatch.setattr(module, token, lambda *args: (called.append(args), inner(*args))[1])
+def test_one_token_is_no_kernel_of_the_package(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients it is this library's own, where that can run; with them, and elsewhere, it is the recurrence in
+    PyTorch.
+    """
+    name = {"gla": "gated_linear_attention", "gated_delta_rule": "gated_delta_rule"}[rule]
+    monkeypatch.setattr(f"ccq.ops.{rule}.fused_{name}", lambda *_: pytest.fail("called"))
     inputs = {name: x.float() for name, x in RULES[rule].inputs(3, 1).items()}
     exact = run(rule, {name: x.double() for name, x in inputs.items()}, backend="reference")
-    with torch.no_grad():
-        output, state = type(RULES[rule]).rule(**inputs, backend="fla")
-    assert_close("output", output, exact["output"], 1e-6)
-    assert_close("state", state, exact["final state"], 1e-6)
-    assert len(called) == 1
-    run(rule, inputs, *RULES[rule].random_gradients(inputs), backend="fla")
-    assert len(called) == 1
+    own = WriteRuleResult(inputs["v"], inputs["state"])
+    monkeypatch.setattr(write_rule_step, "write_token", lambda *_, in_place: own)
+    for chosen in (False, True):
+        monkeypatch.setattr(write_rule_step, "is_chosen", lambda *_, chosen=chosen: chosen)
+        result = type(RULES[rule]).rule(**inputs, backend="fla")
+        assert (result is own) == chosen
+        if not chosen:
+            assert_close("output", result.output, exact["output"], 1e-6)
+            assert_close("state", result.state, exact["final state"], 1e-6)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -500,13 +505,6 @@ def test_the_operators_keep_their_promises(rule: str, boundaries: list[int] | No
         arguments = (*plain[:3], *plain[4:], *kept, start, output, d_final, 0.5, boundaries)
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         library.opcheck(operator.backward.overload, arguments, test_utils=checks)
-
-
-@pytest.mark.usefixtures("stand_in")
-@by_rule
-def test_the_token_operator_keeps_its_promises(rule: str) -> None:
-    inputs = {name: x.float() for name, x in RULES[rule].inputs(3, 1).items()}
-    library.opcheck(OPERATORS[rule].token.overload, (*inputs.values(), 0.5))
 
 
 @pytest.mark.usefixtures("stand_in")

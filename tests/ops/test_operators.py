@@ -116,6 +116,73 @@ def test_a_gradient_in_a_list_is_refused() -> None:
         (sum_of_squares([x, x]) + 0 * x).sum().backward()
 
 
+@custom_operator("test_multiples", schema="(Tensor x, int count) -> Tensor[]")
+def multiples(x: Tensor, count: int) -> list[Tensor]:
+    return [i * x for i in range(1, count + 1)]
+
+
+def test_a_gradient_through_a_list_that_comes_back_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    assert [y.tolist() for y in multiples(x.detach(), 2)] == [[1.0] * 3, [2.0] * 3]
+    with pytest.raises(RuntimeError, match="ccq::test_multiples has no derivative"):
+        (multiples(x, 2)[1] + x).sum().backward()
+
+
+@custom_operator("test_take_in", schema="(Tensor x, Tensor(a!) total, Tensor(b!)[] others) -> Tensor")
+def take_in(x: Tensor, total: Tensor, others: list[Tensor]) -> Tensor:
+    """Adds x to the total and to the others; twice x."""
+    for each in (total, *others):
+        each.add_(x)
+    return 2 * x
+
+
+@take_in.register_fake
+def _(x: Tensor, total: Tensor, others: list[Tensor]) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def totals() -> tuple[Tensor, list[Tensor]]:
+    return torch.zeros(3), [torch.ones(3), torch.full((3,), 2.0)]
+
+
+def test_what_is_overwritten_is_known_to_autograd() -> None:
+    x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    for place in range(3):
+        total, others = totals()
+        products = [weight * each for each in (total, *others)]
+        assert torch.equal(take_in(x, total, others), 2 * x)
+        assert torch.equal(torch.stack((total, *others)), torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            products[place].sum().backward()
+    with torch.inference_mode():
+        inside = totals()
+        take_in(x, *inside)
+        assert torch.equal(inside[0], x)
+
+
+def test_what_overwrites_takes_no_gradient() -> None:
+    x, (total, others) = torch.ones(3, requires_grad=True), totals()
+    with pytest.raises(RuntimeError, match=r"ccq::test_take_in overwrites .* torch\.no_grad"):
+        take_in(x, total, others)
+    assert not total.any()
+    with torch.no_grad():
+        take_in(x, total, others)
+    assert torch.equal(total, torch.ones(3))
+
+
+def test_what_overwrites_compiles_and_keeps_its_promises() -> None:
+    library.opcheck(take_in.overload, (torch.ones(3), *totals()))
+
+    def twice(x: Tensor, total: Tensor, others: list[Tensor]) -> Tensor:
+        return take_in(take_in(x, total, others), total, others) + total
+
+    results = []
+    for function in (twice, torch.compile(twice, backend="aot_eager", fullgraph=True)):
+        total, others = totals()
+        results.append(torch.stack((function(torch.ones(3), total, others), total, *others)))
+    assert torch.equal(*results)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own
 def test_derivatives_in_forward_mode_are_refused() -> None:
     x = torch.ones(3)

@@ -1,6 +1,7 @@
 """The kernels of the short convolution against a loop over the tokens in float64, on a GPU or in Triton's interpreter.
 
-The layer around them is tested in tests/nn/test_conv.py.
+The layer around them is tested in tests/nn/test_conv.py, but for its step of one token, which is one kernel for several
+layers.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.helpers import assert_close
 from torch import Tensor, library
 
+from ccq.nn import ShortConvolution, conv
+from ccq.nn.conv import convolve_token_
 from ccq.ops import short_convolution as module
 
 pytest.importorskip("triton")
@@ -272,3 +277,245 @@ def test_the_kernels_are_used_where_they_can_run(
         x = torch.empty(2, 3, 6, dtype=dtype, device=device)
         assert module.is_chosen(x, kernel_size) == (expected and installed)
         assert not module.is_chosen(torch.empty(2, 0, 6, dtype=dtype, device=device), kernel_size)
+
+
+# One token of every sequence, of several convolutions at once.
+
+
+CHANNELS = (5, 300, 256, 1)
+"""Of each convolution; programs take 256."""
+
+
+def draw_tokens(
+    tokens: int, width: int, dtype: torch.dtype = torch.float32, rows: int = 3
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """xs, weights and states, of each convolution."""
+    drawn = [draw(tokens, rows=rows, channels=each, width=width, dtype=dtype) for each in CHANNELS]
+    xs, weights, _, states, _ = (
+        [x.to(DEVICE) if x is not None else x for x in each] for each in zip(*drawn, strict=True)
+    )
+    return xs, weights, states
+
+
+def step(xs: list[Tensor], weights: list[Tensor], states: list[Tensor]) -> list[Tensor]:
+    """The outputs; the states are overwritten."""
+    outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+    torch.ops.ccq.short_convolution_token_(xs, weights, states, outputs)
+    return outputs
+
+
+def check_tokens(
+    xs: list[Tensor], weights: list[Tensor], states: list[Tensor], rounding: float, floor: float = FLOOR
+) -> None:
+    """Token by token: each output against the loop over all of them, each state against the last inputs."""
+    exact = [
+        by_loop(*(each.double().cpu() for each in (x, weight)), None, state.double().cpu(), None)
+        for x, weight, state in zip(xs, weights, states, strict=True)
+    ]
+    histories = [torch.cat((state, x), 1) for state, x in zip(states, xs, strict=True)]
+    width = weights[0].shape[1]
+    for t in range(xs[0].shape[1]):
+        given = [x[:, t : t + 1] for x in xs]
+        outputs = step(given, weights, states)
+        for i, (y, x) in enumerate(zip(outputs, given, strict=True)):
+            assert y.dtype == x.dtype
+            assert_close(f"convolution {i}, token {t}", y.cpu(), exact[i][:, t : t + 1], rounding, floor=floor)
+            assert torch.equal(states[i], histories[i][:, t + 1 : t + width])
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("width", [2, 3, 4, module.MAX_KERNEL_SIZE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_single_tokens_equal_the_loop(dtype: torch.dtype, width: int, rows: int) -> None:
+    """An output is rounded once, and a state moves on bit for bit."""
+    check_tokens(
+        *draw_tokens(5, width, dtype, rows), TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    )
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+def test_single_tokens_with_weights_that_are_not_rounded() -> None:
+    """As under autocast."""
+    xs, weights, states = draw_tokens(3, 4)
+    halves = ([each.half() for each in some] for some in (xs, states))
+    xs, states = halves
+    check_tokens(xs, weights, states, torch.finfo(torch.float16).eps / 2)
+
+
+def test_single_tokens_of_strided_input() -> None:
+    """Columns of something wider, as of one product for all convolutions, and turned weights."""
+    xs, weights, states = draw_tokens(1, 4)
+    joint = torch.cat(xs, 2)
+    views = list(joint.split(CHANNELS, 2))
+    turned = [weight.t().contiguous().t() for weight in weights]
+    assert not any(each.is_contiguous() for each in views[:-1])
+    again = [state.clone() for state in states]
+    plain = step(xs, weights, states)
+    for a, b in zip(step(views, turned, again), plain, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(again, states, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_single_token_is_that_of_the_kernel_of_many() -> None:
+    xs, weights, states = draw_tokens(1, 4)
+    several = [
+        module.forward(x, weight, None, state, None) for x, weight, state in zip(xs, weights, states, strict=True)
+    ]
+    for a, b in zip(step(xs, weights, states), several, strict=True):
+        assert_close("y", a, b, 3e-7)
+
+
+def test_a_sequence_sees_nothing_of_the_others() -> None:
+    xs, weights, states = draw_tokens(1, 4)
+    spoilt = [[each.clone() for each in some] for some in (xs, states)]
+    for each in (*spoilt[0], *spoilt[1]):
+        each[1] = float("nan")
+    clean = step(xs, weights, states)
+    found = step(spoilt[0], weights, spoilt[1])
+    for a, b in zip((*found, *spoilt[1]), (*clean, *states), strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+def test_the_operator_of_one_token_keeps_its_promises() -> None:
+    xs, weights, states = draw_tokens(1, 3)
+    outputs = [torch.empty_like(x) for x in xs]
+    library.opcheck(torch.ops.ccq.short_convolution_token_.default, (xs, weights, states, outputs))
+
+
+def test_autograd_learns_that_the_states_are_others() -> None:
+    xs, weights, states = draw_tokens(1, 4)
+    factor = torch.ones((), device=DEVICE, requires_grad=True)
+    products = [(state * factor).sum() for state in states]
+    with torch.no_grad():
+        step(xs, weights, states)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    weights[1].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"ccq::short_convolution_token_ .*no_grad"):
+        step(xs, weights, states)
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers use the kernels on a CPU too."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(conv, "is_chosen", lambda x, width: 1 < width <= module.MAX_KERNEL_SIZE and x.numel() > 0)
+
+
+def layers(width: int = 4, **options: Any) -> list[ShortConvolution]:
+    return [ShortConvolution(each, width, **options).to(DEVICE) for each in CHANNELS]
+
+
+@pytest.mark.usefixtures("on_any_device")
+@torch.no_grad()
+def test_layers_take_one_token_together() -> None:
+    convolutions, (xs, _, states) = layers(), draw_tokens(1, 4)
+    apart = [each(x, state=state) for each, x, state in zip(convolutions, xs, states, strict=True)]
+    outputs = convolve_token_(convolutions, xs, states)
+    assert outputs is not None and len(outputs) == len(CHANNELS)
+    for y, state, (expected, after) in zip(outputs, states, apart, strict=True):
+        assert_close("y", y, expected, 3e-7)
+        assert torch.equal(state, after)
+
+
+class Louder(ShortConvolution):
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        y, state = super().forward(x, **options)
+        return 2 * y, state
+
+
+Given = tuple[list[ShortConvolution], list[Tensor], list[Tensor]]
+
+
+def with_bias(given: Given) -> None:
+    given[0][2] = ShortConvolution(CHANNELS[2], 4, bias=True).to(DEVICE)
+
+
+def with_another_width(given: Given) -> None:
+    given[0][2] = ShortConvolution(CHANNELS[2], 3).to(DEVICE)
+    given[2][2] = given[2][2][:, :2].contiguous()
+
+
+def with_two_tokens(given: Given) -> None:
+    given[1][:] = [torch.cat((x, x), 1) for x in given[1]]
+
+
+def with_another_dtype(given: Given) -> None:
+    given[2][2] = given[2][2].half()
+
+
+def with_a_turned_state(given: Given) -> None:
+    given[2][2] = given[2][2].transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def with_a_subclass(given: Given) -> None:
+    given[0][2] = Louder(CHANNELS[2], 4).to(DEVICE)
+
+
+def with_another_forward(given: Given) -> None:
+    """As accelerate changes a module whose weight is elsewhere until it is called."""
+    inner = given[0][2].forward
+    given[0][2].forward = lambda *x, **options: inner(*x, **options)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Given], Any]] = {
+    "bias": with_bias,
+    "another kernel size": with_another_width,
+    "two tokens": with_two_tokens,
+    "a state of another dtype": with_another_dtype,
+    "a turned state": with_a_turned_state,
+    "a hook": lambda given: given[0][2].register_forward_hook(lambda *_: None),
+    "a pre-hook": lambda given: given[0][2].register_forward_pre_hook(lambda *_: None),
+    "a subclass": with_a_subclass,
+    "another forward": with_another_forward,
+    "gradients": lambda given: torch.set_grad_enabled(True),
+    "a state with a gradient": lambda given: given[2][2].requires_grad_(),
+}
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_do_not_fit_are_left_alone(change: str) -> None:
+    """None of the states is touched, so that the layers can be called one by one."""
+    xs, _, states = draw_tokens(1, 4)
+    given: Given = layers(), xs, states
+    with torch.no_grad():
+        CHANGES[change](given)
+        before = [state.clone() for state in states]
+        assert convolve_token_(*given) is None
+    for a, b in zip(states, before, strict=True):
+        assert torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_layers_whose_kernels_are_not_chosen_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv, "is_chosen", lambda x, width: x.shape[-1] != CHANNELS[2])
+    xs, _, states = draw_tokens(1, 4)
+    before = [state.clone() for state in states]
+    assert convolve_token_(layers(), xs, states) is None
+    assert all(torch.equal(a, b) for a, b in zip(states, before, strict=True))
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised inside torch.compile
+@torch.no_grad()
+def test_one_token_of_layers_compiles_without_a_break_and_agrees() -> None:
+    torch._dynamo.reset()
+    convolutions, (xs, _, states) = layers(), draw_tokens(2, 4)
+
+    def decode(xs: list[Tensor], states: list[Tensor]) -> list[Tensor]:
+        outputs = convolve_token_(convolutions, [x + 1 for x in xs], states)
+        assert outputs is not None
+        return [2 * y for y in outputs]
+
+    results = []
+    for function in (decode, torch.compile(decode, fullgraph=True, backend="aot_eager")):
+        own, outputs = [state.clone() for state in states], []
+        for t in range(2):
+            outputs += function([x[:, t : t + 1] for x in xs], own)
+        results.append((*outputs, *own))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(compiled, eager)

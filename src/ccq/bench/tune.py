@@ -151,7 +151,7 @@ def _marked_memory() -> Iterator[None]:
 def record(
     operation: str, rows: int, tokens: int, size: int, value_size: int, configurations: Mapping[str, Configuration]
 ) -> list[Launch]:
-    """Every launch of a forward and backward pass, and of one token of a write rule."""
+    """Every launch of a forward and backward pass, and of the package's own for one token of a write rule."""
     arguments = draw(operation, rows, tokens, size, value_size, torch.device("cuda"))
     recorder = Recorder(configurations, rows)
     with flash_linear_attention.using(recorder), _marked_memory():
@@ -164,11 +164,19 @@ def record(
         output, final, *kept = module.forward(*values, state, size**-0.5, None)
         d_final = torch.randn_like(final)
         module.backward(*values[:3], *values[4:], *kept, state, torch.randn_like(output), d_final, size**-0.5, None)
-        module.token(*(x[:, :1] for x in values), state, size**-0.5)
-        if operation == gla.RULE:
-            # For these the library has kernels of its own; the package's layers, beside which it is measured, run them.
+        # For these the library has kernels of its own; the package's layers, beside which it is measured, run them.
+        one = dict(zip(("q", "k", "v"), (x[:, :1].contiguous() for x in values), strict=False))
+        gates = [x[:, :1].contiguous() for x in values[3:]]
+        options = {"scale": size**-0.5, "initial_state": state, "output_final_state": True}
+        if operation != gla.RULE:
+            from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule_fwd
+
+            fused_recurrent_gated_delta_rule_fwd(**one, g=gates[0], beta=gates[1], **options)
+        else:
+            from fla.ops.common.fused_recurrent import fused_recurrent_fwd
             from fla.ops.gla.chunk import chunk_gla_bwd_dqk_intra, chunk_gla_fwd_intra_gk
 
+            fused_recurrent_fwd(**one, gk=gates[0], **options)
             given = {"q": values[0], "k": values[1], "g": kept[0], "chunk_size": flash_linear_attention.CHUNK}
             weights = chunk_gla_fwd_intra_gk(**given, scale=size**-0.5)
             chunk_gla_bwd_dqk_intra(**given, dA=weights)

@@ -20,7 +20,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ccq.files import write_bytes_atomically
 from ccq.models.configuration import CCQConfig
-from ccq.nn.mixers.common import AttentionState, LayerState, MixerState, map_state, state_from_tensors, state_tensors
+from ccq.nn.mixers.common import (
+    AttentionState,
+    LayerState,
+    MixerState,
+    OverwritableState,
+    map_state,
+    state_from_tensors,
+    state_tensors,
+)
 from ccq.nn.read import StaticKeyStatistics
 from ccq.ops.query import KeyStatistics
 
@@ -69,11 +77,13 @@ class StateLayer:
         return next(iter(state_tensors(self.state).values())).shape[0]
 
     def lend(self) -> LayerState | None:
-        """The state for a mixer's next call, whose read step may overwrite the statistics."""
-        state = self.state
-        if isinstance(state, MixerState) and isinstance(state.statistics, KeyStatistics):
-            return state._replace(statistics=StaticKeyStatistics(*state.statistics))
-        return state
+        """The state for a mixer's next call, which may overwrite it."""
+        if not isinstance(self.state, MixerState):
+            return self.state
+        memory, statistics, convolution = self.state
+        if isinstance(statistics, KeyStatistics):
+            statistics = StaticKeyStatistics(*statistics)
+        return OverwritableState(memory, statistics, convolution)
 
     def update(self, new: LayerState) -> None:
         """Take over the state after a call."""

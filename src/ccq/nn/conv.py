@@ -6,11 +6,13 @@ Legend: B rows, N sequences (N = B without cu_seqlens), T tokens, W kernel size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ccq.nn.projection import is_exactly
 from ccq.ops.checks import check_input, check_sequences, check_shape
 from ccq.ops.short_convolution import is_chosen
 
@@ -128,6 +130,26 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
+
+
+def convolve_token_(
+    convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor], states: Sequence[Tensor]
+) -> tuple[Tensor, ...] | None:
+    """Run each convolution on one token of every sequence, x [N, 1, channels], with all states overwritten, in one
+    kernel; None, and nothing done, where there is none for it.
+    """
+    width = convolutions[0].kernel_size
+    for convolution, x, state in zip(convolutions, inputs, states, strict=True):
+        alike = convolution.bias is None and convolution.kernel_size == width
+        fits = x.shape[1] == 1 and is_chosen(x, width) and state.dtype == x.dtype and state.is_contiguous()
+        if not (alike and fits and is_exactly(convolution, ShortConvolution)):
+            return None
+        if torch.is_grad_enabled() or state.requires_grad:
+            return None
+    weights = [convolution.weight.squeeze(1) for convolution in convolutions]
+    outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    torch.ops.ccq.short_convolution_token_(list(inputs), weights, list(states), outputs)
+    return tuple(outputs)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ccq.ops.swiglu import swiglu
+from ccq.nn.projection import gated_projection
 
 
 class SwiGLU(nn.Module):
@@ -20,4 +20,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated_projection(x, self.gate_proj, self.up_proj))

@@ -30,6 +30,11 @@ def values_can_be_read(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether a gradient in any of them is being recorded."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def check_input(name: str, x: Tensor, shape: tuple[int | str, ...], like: Tensor | None = None) -> None:
     """`x` must be a floating-point tensor of `shape` (text = any size), of the dtype and device of `like` if given."""
     if not isinstance(x, Tensor):

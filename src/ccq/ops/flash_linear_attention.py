@@ -210,11 +210,6 @@ def check_usable(rule: str, q: Tensor, v: Tensor) -> None:
         raise ImportError(f"backend 'fla' cannot be used: {reason}; or take backend='torch'")
 
 
-def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether a gradient in any of them is being recorded."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
 class Packing(NamedTuple):
     """Packed documents as the package's functions want them; all None for dense rows."""
 

@@ -23,9 +23,9 @@ _DEVICES = ("CPU", "CUDA")
 
 
 class Operator:
-    """An operator of the library, called like the function it is made of. Overwrites none of its arguments, and returns
-    none of them. Derivatives that there is no formula for (the second, and those of forward mode) are refused with a
-    RuntimeError, not taken for zero.
+    """An operator of the library, called like the function it is made of. Overwrites those of its arguments that the
+    schema says, "Tensor(a!)", and returns none of them. Derivatives that there is no formula for (the second, those of
+    forward mode, and any of an operator that overwrites) are refused with a RuntimeError, not taken for zero.
     """
 
     def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
@@ -38,6 +38,11 @@ class Operator:
         _library.impl(name, torch._disable_dynamo(lambda *arguments: self._run(*arguments)), "Autograd")
         self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), name).default
         self.register_autograd(self._refuse, setup_context=lambda *_: None)
+        self._returns_list = [str(each.type) for each in self.overload._schema.returns] == ["List[Tensor]"]
+        aliases = [argument.alias_info for argument in self.overload._schema.arguments]
+        self._overwritten = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+        if self._overwritten:
+            _library.impl(name, self._count_versions, "ADInplaceOrView", with_keyset=True)
 
     def __call__(self, *arguments: Any) -> Any:
         return self.overload(*arguments)
@@ -83,14 +88,23 @@ class Operator:
         # The name is that of the node in a graph.
         return type(self.name.replace("::", "_"), (torch.autograd.Function,), methods)
 
+    def _count_versions(self, keys: Any, *arguments: Any) -> Any:
+        """Autograd learns that what it may have saved is another now."""
+        for i in self._overwritten:
+            torch.autograd.graph.increment_version(arguments[i])
+        return self.overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
     def _run(self, *arguments: Any) -> Any:
         self._refuse_tangents(arguments)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return self._run_below(*arguments)
-        if any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        if self._overwritten:
+            raise RuntimeError(f"{self.name} overwrites an argument and has no derivative: call it in torch.no_grad()")
+        if not self._returns_list and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return self._recorded.apply(*arguments)
-        # Of tensors in a list a Function knows nothing.
-        return _refusing(self._run_below(*arguments), self.name)
+        # Of tensors in a list, given or returned, a Function knows nothing.
+        found = _refusing(self._run_below(*arguments), self.name)
+        return list(found) if self._returns_list else found
 
     def _run_below(self, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

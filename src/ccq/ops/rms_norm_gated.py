@@ -19,12 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype
-from ccq.ops.flash_linear_attention import MULTIPLE, launching, reason_against
+from ccq.ops.flash_linear_attention import MULTIPLE, launching, launching_fixed, reason_against
 from ccq.ops.operators import custom_operator
 
 OPERATION = "rms_norm_gated"
 MAX_SIZE = 512
 """The largest V of the kernels that take several vectors a program."""
+FEW_VECTORS = 512
+FEW = {"layer_norm_gated_fwd_kernel": {"BT": 1, "num_warps": 4}}
+"""For so few vectors as decoding has, which several a program would leave to a few processors."""
 
 
 @custom_operator(
@@ -33,7 +36,7 @@ MAX_SIZE = 512
 )
 def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x [T, V], and the reciprocal lengths [T] for the backward pass."""
-    with launching(OPERATION, x, x):
+    with launching_fixed(FEW, x) if len(x) <= FEW_VECTORS else launching(OPERATION, x, x):
         from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
 
         y, _, reciprocal, _ = layer_norm_gated_fwd(

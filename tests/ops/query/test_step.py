@@ -191,7 +191,7 @@ def operator_inputs() -> list[Tensor]:
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_operators_keep_their_promises(correction: bool) -> None:
-    for operator in (fused.read_token.overload, fused.read_token_):
+    for operator in (fused.read_token.overload, fused.read_token_.overload):
         library.opcheck(operator, (*operator_inputs(), True, True, True, correction, correction))
 
 

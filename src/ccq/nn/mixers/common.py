@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ccq.nn.conv import ShortConvolution
+from ccq.nn.conv import ShortConvolution, convolve_token_
 from ccq.nn.read import QueryInParts, ReadStep
 from ccq.ops.checks import check_input, check_sequences
 from ccq.ops.query import KeyStatistics
@@ -34,6 +34,16 @@ class MixerState(NamedTuple):
     convolution: tuple[Tensor, ...] | None
     """The last W - 1 inputs [N, W - 1, channels] of each convolution, in the order of the layer (q, k, v; one for all
     of Mamba2); None without convolutions."""
+
+
+class OverwritableState(MixerState):
+    """A state whose owner, such as a cache, lets it be overwritten, as `StaticKeyStatistics` those of its read step.
+
+    A mixer that is given it for one token, without a mask and without gradients, may return its tensors as those of the
+    new state.
+    """
+
+    __slots__ = ()
 
 
 class AttentionState(NamedTuple):
@@ -141,13 +151,17 @@ def check_read(read: ReadStep | None, num_heads: int, head_dim: int, what: str =
 
 
 def read_memory(
-    rule: Callable[..., WriteRuleResult], q: Tensor | QueryInParts, *arguments: Any, **options: Any
+    rule: Callable[..., WriteRuleResult],
+    q: Tensor | QueryInParts,
+    *arguments: Any,
+    overwrite_state: bool = False,
+    **options: Any,
 ) -> WriteRuleResult:
     """Call a write rule for q, which may be a query in parts: both then read the same memory, o = S kept - S
-    removed.
+    removed. With `overwrite_state`, which the rule must take then, the memory given need not be kept.
     """
     if not isinstance(q, QueryInParts):
-        return rule(q, *arguments, **options)
+        return rule(q, *arguments, **options, **({"overwrite_state": True} if overwrite_state else {}))
     output, memory = rule(q.kept, *arguments, **options)
     removed, _ = rule(q.removed, *arguments, **options)
     return WriteRuleResult(output - removed, memory)
@@ -166,6 +180,10 @@ def convolve(
         if state.convolution is None:
             raise ValueError("state was made by a layer without convolutions; a layer with them cannot continue it")
         states = state.convolution
+        if isinstance(state, OverwritableState) and mask is None and cu_seqlens is None:
+            outputs = convolve_token_(convolutions, inputs, state.convolution)
+            if outputs is not None:
+                return outputs, state.convolution
     results = [
         convolution(x, state=before, mask=mask, cu_seqlens=cu_seqlens)
         for convolution, x, before in zip(convolutions, inputs, states, strict=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
 from ccq.nn.mixers.common import (
     MixerOutput,
     MixerState,
+    OverwritableState,
     check_call,
     check_read,
     convolve,
@@ -18,11 +18,12 @@ from ccq.nn.mixers.common import (
     split_heads,
 )
 from ccq.nn.norm import RMSNormGated
+from ccq.nn.projection import plain_weights
 from ccq.nn.read import ReadStep
-from ccq.ops.checks import accumulation_dtype
+from ccq.ops import joint_linear, thin_linear
 from ccq.ops.gated_delta_rule import gated_delta_rule
 from ccq.ops.l2_norm import l2_norm
-from ccq.ops.thin_linear import is_chosen, thin_linear
+from ccq.ops.log_decay import delta_gates
 
 
 class GatedDeltaNet(nn.Module):
@@ -107,18 +108,15 @@ class GatedDeltaNet(nn.Module):
         """
         check_call(x, self.hidden_size, self.read, state, mask, cu_seqlens)
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        (presplit_query, k, v), convolution = convolve(convolutions, inputs, state, mask, cu_seqlens)
+        *inputs, gate, steps, strengths = self._project(x)
+        (presplit_query, k, v), convolution = convolve(convolutions, tuple(inputs), state, mask, cu_seqlens)
         q, k, v = (split_heads(y, self.num_heads) for y in (presplit_query, k, v))
         k = l2_norm(k)
         # A read step normalises the query itself, and it is not normalised again behind it.
         by_read = self.read is not None and not self.read.keep_length
         if not by_read:
             q = l2_norm(q)
-        dtype = accumulation_dtype(x.dtype)
-        steps, strengths = self._gates(x)
-        log_decay = -torch.exp(self.A_log.to(dtype)) * F.softplus(steps.to(dtype) + self.dt_bias.to(dtype))
-        beta = torch.sigmoid(strengths.to(dtype))
+        log_decay, beta = delta_gates(steps, strengths, self.A_log, self.dt_bias)
 
         statistics = None
         if self.read is not None:
@@ -142,22 +140,26 @@ class GatedDeltaNet(nn.Module):
             log_decay,
             beta,
             state=None if state is None else state.memory,
+            overwrite_state=isinstance(state, OverwritableState),
             cu_seqlens=cu_seqlens,
             mask=mask,
         )
-        output = self.o_norm(output, split_heads(self.g_proj(x), self.num_heads))
+        output = self.o_norm(output, split_heads(gate, self.num_heads))
         return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """a_proj(x) and b_proj(x), [B, T, H] each."""
-        projections = (self.a_proj, self.b_proj)
-        # Others than plain ones, say with an adapter around them, have more to say than their weight. Without the
-        # kernels, one product for both wins nothing.
-        plain = all(type(each) is nn.Linear for each in projections)
-        if not plain or not is_chosen(x, 2 * self.num_heads):
-            return self.a_proj(x), self.b_proj(x)
-        weight = torch.cat([each.weight for each in projections])
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values and output gate before the head split, a_proj(x) and b_proj(x) [B, T, H]."""
+        wide = (self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        thin = (self.a_proj, self.b_proj)
+        weights = plain_weights(*wide, *thin)
+        if weights is not None and joint_linear.is_chosen(x, weights):
+            # The logits of the gates keep the digits that they have in more tokens.
+            return joint_linear.joint_linear(x, weights, wide=len(thin))
+        projected = tuple(linear(x) for linear in wide)
+        weights = plain_weights(*thin)
+        # Without the kernels, one product for both wins nothing.
+        if weights is None or not thin_linear.is_chosen(x, 2 * self.num_heads):
+            return *projected, self.a_proj(x), self.b_proj(x)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        steps, strengths = thin_linear(x, weight).chunk(2, dim=-1)
-        return steps, strengths
+        return *projected, *thin_linear.thin_linear(x, torch.cat(weights)).chunk(2, dim=-1)

@@ -9,6 +9,7 @@ from ccq.nn.feature_map import HedgehogFeatureMap
 from ccq.nn.mixers.common import (
     MixerOutput,
     MixerState,
+    OverwritableState,
     check_call,
     check_read,
     convolve,
@@ -16,9 +17,10 @@ from ccq.nn.mixers.common import (
     split_heads,
 )
 from ccq.nn.norm import RMSNormGated
+from ccq.nn.projection import is_exactly, project
 from ccq.nn.read import ReadStep
 from ccq.ops.gla import gated_linear_attention
-from ccq.ops.log_decay import log_sigmoid_decay
+from ccq.ops.log_decay import log_sigmoid_decay, low_rank_is_chosen, low_rank_log_decay
 
 FEATURE_MAPS = (None, "hedgehog")
 
@@ -102,7 +104,7 @@ class GatedLinearAttention(nn.Module):
         Training, prefill and decode are this one call; `state` continues the sequences where an earlier call left them.
         """
         check_call(x, self.hidden_size, self.read, state, mask, cu_seqlens)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v, gate, low_rank = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj[0])
         convolution = None
         if self.has_convolution:
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
@@ -111,7 +113,7 @@ class GatedLinearAttention(nn.Module):
         q, k, v = (split_heads(y, self.num_heads) for y in (q, k, v))
         if self.has_feature_map:
             q, k = self.feature_map_q(q), self.feature_map_k(k)
-        log_decay = split_heads(log_sigmoid_decay(self.gk_proj(x), self.gate_logit_normalizer), self.num_heads)
+        log_decay = split_heads(self._log_decay(low_rank), self.num_heads)
 
         statistics = None
         if self.read is not None:
@@ -134,8 +136,18 @@ class GatedLinearAttention(nn.Module):
             log_decay,
             scale=self.scale,
             state=None if state is None else state.memory,
+            overwrite_state=isinstance(state, OverwritableState),
             cu_seqlens=cu_seqlens,
             mask=mask,
         )
-        output = self.g_norm_swish_gate(output, split_heads(self.g_proj(x), self.num_heads))
+        output = self.g_norm_swish_gate(output, split_heads(gate, self.num_heads))
         return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))
+
+    def _log_decay(self, low_rank: Tensor) -> Tensor:
+        """From gk_proj[0](x), [B, T, rank] -> [B, T, H * D]."""
+        linear = self.gk_proj[1]
+        if is_exactly(linear, nn.Linear):
+            weight, bias = linear.get_parameter("weight"), linear.get_parameter("bias")
+            if low_rank_is_chosen(low_rank, weight, bias):
+                return low_rank_log_decay(low_rank, weight, bias, self.gate_logit_normalizer)
+        return log_sigmoid_decay(linear(low_rank), self.gate_logit_normalizer)

@@ -10,6 +10,7 @@ from ccq.nn.conv import ShortConvolution
 from ccq.nn.mixers.common import (
     MixerOutput,
     MixerState,
+    OverwritableState,
     check_call,
     check_read,
     convolve,
@@ -146,6 +147,7 @@ class Mamba2(nn.Module):
             log_decay,
             scale=1.0,
             state=None if state is None else state.memory,
+            overwrite_state=isinstance(state, OverwritableState),
             cu_seqlens=cu_seqlens,
             mask=mask,
         )

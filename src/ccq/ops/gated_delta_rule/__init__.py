@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ccq.ops import flash_linear_attention
+from ccq.ops import flash_linear_attention, write_rule_step
 from ccq.ops.checks import check_backend
 from ccq.ops.gated_delta_rule.chunked import chunk_length, chunked_gated_delta_rule
-from ccq.ops.gated_delta_rule.fused import RULE, fused_gated_delta_rule, fused_gated_delta_rule_token
+from ccq.ops.gated_delta_rule.fused import RULE, fused_gated_delta_rule
 from ccq.ops.gated_delta_rule.reference import gated_delta_rule_reference
 from ccq.ops.layout import ChunkLayout
 from ccq.ops.write_rule import WriteRuleResult, check_gate, check_write_arguments
@@ -30,6 +30,7 @@ def gated_delta_rule(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
+    overwrite_state: bool = False,
     backend: str = "auto",
 ) -> WriteRuleResult:
     """Decay the state, replace what it holds at each key by a mixture of the old and the new value, and read it with
@@ -54,6 +55,8 @@ def gated_delta_rule(
             a sequence, N = B.
         mask: [B, T], 1 = real token, 0 = padding, on the left, the right or both sides. Padding writes nothing,
             decays nothing, has output 0 and no gradient.
+        overwrite_state: the caller has no more use for `state`. On a GPU, where one token is read without gradients,
+            the new state then takes its place in memory and is returned as the same tensor; elsewhere nothing changes.
         backend: "reference" (token by token), "torch" (in chunks), "fla" (flash-linear-attention's kernels, on a GPU:
             in chunks from two tokens or packed documents on; one token is a kernel of the recurrence, or, where a
             gradient is wanted, the recurrence in PyTorch), or "auto", see `BACKENDS`.
@@ -81,16 +84,17 @@ def gated_delta_rule(
         q, k, v = (x.masked_fill(padding.unsqueeze(-1), 0) for x in (q, k, v))
         log_decay, beta = (x.masked_fill(padding, 0) for x in (log_decay, beta))
 
+    if backend == "fla":
+        flash_linear_attention.check_usable(RULE, q, v)
+    one = q.shape[1] == 1 and sequences.boundaries is None
+    if one and backend in ("auto", "fla") and write_rule_step.is_chosen(q, k, v, log_decay, beta, state):
+        in_place = overwrite_state and write_rule_step.can_overwrite(given)
+        return write_rule_step.write_token(q, k, v, log_decay, beta, state, scale, in_place=in_place)
     if backend == "auto":
         backend = "fla" if flash_linear_attention.is_chosen(RULE, q, v) else "torch"
-    elif backend == "fla":
-        flash_linear_attention.check_usable(RULE, q, v)
     if backend == "reference":
         return gated_delta_rule_reference(q, k, v, log_decay, beta, state, scale, sequences.boundaries)
-    if backend == "fla" and q.numel() and v.numel():
-        if q.shape[1] > 1 or sequences.boundaries is not None:
-            return fused_gated_delta_rule(q, k, v, log_decay, beta, given, scale, sequences.boundaries)
-        if not flash_linear_attention.needs_gradient(q, k, v, log_decay, beta, state):
-            return fused_gated_delta_rule_token(q, k, v, log_decay, beta, state, scale)
+    if backend == "fla" and q.numel() and v.numel() and not one:
+        return fused_gated_delta_rule(q, k, v, log_decay, beta, given, scale, sequences.boundaries)
     layout = ChunkLayout.of(q, sequences.boundaries, chunk_length(q.shape[-1]))
     return chunked_gated_delta_rule(q, k, v, log_decay, beta, state, scale, layout)

@@ -12,7 +12,6 @@ gradients of the decays as differences of sums. In bfloat16 those err by up to 2
 | --- | --- |
 | ccq::gated_delta_rule | the rule over any number of tokens, in chunks of 64, differentiable |
 | ccq::gated_delta_rule_backward | its gradients |
-| ccq::gated_delta_rule_token | one token of every sequence, without gradients |
 """
 
 from __future__ import annotations
@@ -154,32 +153,6 @@ def _backward(ctx: Any, d_output: Tensor | None, d_final: Tensor | None, *_: Any
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-@custom_operator(
-    "gated_delta_rule_token",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor state, float scale)"
-    " -> (Tensor, Tensor)",
-)
-def token(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """One token, q, k [N, 1, H, D], v [N, 1, H, V] and gates [N, 1, H]: output and new state, computed in float32."""
-    q, k, v, log_decay, beta, state = (x.contiguous() for x in (q, k, v, log_decay, beta, state))
-    with launching(RULE, q, v):
-        from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule_fwd
-
-        output, new = fused_recurrent_gated_delta_rule_fwd(
-            q=q, k=k, v=v, g=log_decay, beta=beta, scale=scale, initial_state=state, output_final_state=True
-        )
-    return output, new
-
-
-@token.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
 def fused_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -196,10 +169,3 @@ def fused_gated_delta_rule(
     # Outside of the operator, whose gradients are then those of its own inputs.
     gates = log_decay.float(), beta.float()
     return WriteRuleResult(*torch.ops.ccq.gated_delta_rule(q, k, v, *gates, state, scale, boundaries)[:2])
-
-
-def fused_gated_delta_rule_token(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> WriteRuleResult:
-    """The same for one token of every sequence; no gradients."""
-    return WriteRuleResult(*torch.ops.ccq.gated_delta_rule_token(q, k, v, log_decay, beta, state, scale))

@@ -8,7 +8,6 @@ CUDA graphs. Operators take and return plain tensors, and never None: a gradient
 | --- | --- |
 | ccq::gated_linear_attention | the rule over any number of tokens, in chunks of 64, differentiable |
 | ccq::gated_linear_attention_backward | its gradients |
-| ccq::gated_linear_attention_token | one token of every sequence, without gradients |
 """
 
 from __future__ import annotations
@@ -191,31 +190,6 @@ def _backward(ctx: Any, d_output: Tensor | None, d_final: Tensor | None, *_: Any
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-@custom_operator(
-    "gated_linear_attention_token",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor state, float scale) -> (Tensor, Tensor)",
-)
-def token(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token, q, k, log_decay [N, 1, H, D] and v [N, 1, H, V]: output and new state, computed in float32."""
-    q, k, v, log_decay, state = (x.contiguous() for x in (q, k, v, log_decay, state))
-    with launching(RULE, q, v):
-        from fla.ops.common.fused_recurrent import fused_recurrent_fwd
-
-        output, new = fused_recurrent_fwd(
-            q=q, k=k, v=v, gk=log_decay, scale=scale, initial_state=state, output_final_state=True
-        )
-    return output.to(v.dtype), new
-
-
-@token.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
 def fused_gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -230,10 +204,3 @@ def fused_gated_linear_attention(
     return WriteRuleResult(
         *torch.ops.ccq.gated_linear_attention(q, k, v, log_decay.float(), state, scale, boundaries)[:2]
     )
-
-
-def fused_gated_linear_attention_token(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float
-) -> WriteRuleResult:
-    """The same for one token of every sequence; no gradients."""
-    return WriteRuleResult(*torch.ops.ccq.gated_linear_attention_token(q, k, v, log_decay, state, scale))

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from ccq.ops.operators import custom_operator
 from ccq.ops.query.statistics import KeyStatistics
@@ -349,9 +349,8 @@ def _(
     return query, correction, *(x.new_empty(x.shape) for x in (second_moment, total, count))
 
 
-@library.custom_op(
-    "ccq::read_token_",
-    mutates_args=("second_moment", "total", "count"),
+@custom_operator(
+    "read_token_",
     schema=f"({_INPUTS}Tensor(a!) second_moment, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}{_RESULTS})"
     " -> (Tensor, Tensor)",
 )

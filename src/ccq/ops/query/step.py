@@ -6,7 +6,7 @@ With the new M, m and t, r = (M q - ((m . q) / t) m) / t. A row of r needs the s
 every program handles a few rows alone: it loads q, k and m whole, updates its rows of M and multiplies them with q. The
 sum over a row is never divided among programs, so a sequence is read the same in any batch.
 
-m and the count are read by all programs of a sequence, so an update in place writes them elsewhere first.
+m and the count are read by all programs of a sequence, so where they are overwritten a kernel in front does that.
 """
 
 from __future__ import annotations
@@ -30,6 +30,20 @@ def _load_vector(x, head, column, D: tl.constexpr):
 
 
 @triton.jit
+def _advance_kernel(
+    k, total, count, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT_KEYS: tl.constexpr, EPS: tl.constexpr
+):
+    """Total and count of one head take in the key, in place."""
+    head, column = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
+    b_k = _load_vector(k, head, column, D)
+    if UNIT_KEYS:
+        b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
+    tl.store(total + head * D + column, _load_vector(total, head, column, D) + b_k, mask=column < D)
+    if head % H == 0:
+        tl.store(count + head // H, tl.load(count + head // H) + 1)
+
+
+@triton.jit
 def _read_token_kernel(
     q,
     k,
@@ -50,36 +64,43 @@ def _read_token_kernel(
     UNIT_KEYS: tl.constexpr,
     CENTRED: tl.constexpr,
     CORRECTION: tl.constexpr,
+    ADVANCED: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """BR rows of one head. The second moment may be overwritten: only this program reads its rows."""
+    """BR rows of one head. The second moment may be overwritten: only this program reads its rows. With ADVANCED the
+    total and the count are the new ones already.
+    """
     TILES: tl.constexpr = (D + BR - 1) // BR
     tile = tl.program_id(0) % TILES
     head = tl.program_id(0).to(tl.int64) // TILES
     n = head // H
     column, row = tl.arange(0, BD), tile * BR + tl.arange(0, BR)
+    square = head * D * D + row[:, None] * D + column
+    fits = (row < D)[:, None] & (column < D)
+    # First, because it takes longest and nothing that is computed here is needed for it.
+    b_moment = tl.load(second_moment + square, mask=fits, other=0.0)
     b_q, b_k = _load_vector(q, head, column, D), _load_vector(k, head, column, D)
     b_qi, b_ki = _load_vector(q, head, row, D), _load_vector(k, head, row, D)
+    b_m, b_mi = _load_vector(total, head, column, D), _load_vector(total, head, row, D)
+    seen = tl.load(count + n)
     if UNIT_QUERIES:
         b_rq = tl.rsqrt(tl.sum(b_q * b_q, 0) + EPS)
         b_q, b_qi = b_q * b_rq, b_qi * b_rq
     if UNIT_KEYS:
         b_rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
         b_k, b_ki = b_k * b_rk, b_ki * b_rk
-    seen = tl.load(count + n) + 1
+    if not ADVANCED:
+        seen += 1
+        b_m, b_mi = b_m + b_k, b_mi + b_ki
+        tl.store(new_total + head * D + row, b_mi, mask=row < D)
+        if (tile == 0) & (head % H == 0):
+            tl.store(new_count + n, seen)
     b_t = seen.to(tl.float32)
-    square = head * D * D + row[:, None] * D + column
-    fits = (row < D)[:, None] & (column < D)
-    b_moment = tl.load(second_moment + square, mask=fits, other=0.0) + b_ki[:, None] * b_k
+    b_moment += b_ki[:, None] * b_k
     tl.store(new_moment + square, b_moment, mask=fits)
     b_r = tl.sum(b_moment * b_q, 1) / b_t
-    b_mi = _load_vector(total, head, row, D) + b_ki
     if CENTRED:
-        b_mean = (_load_vector(total, head, column, D) + b_k) / b_t
-        b_r -= b_mi / b_t * tl.sum(b_mean * b_q, 0)
-    tl.store(new_total + head * D + row, b_mi, mask=row < D)
-    if (tile == 0) & (head % H == 0):
-        tl.store(new_count + n, seen)
+        b_r -= b_mi / b_t * tl.sum(b_m / b_t * b_q, 0)
     if CORRECTION:
         tl.store(correction + head * D + row, b_r, mask=row < D)
     b_y = b_qi - tl.load(gate + head).to(tl.float32) * b_r
@@ -109,19 +130,20 @@ def read_token(
     sequences, _, heads, size = q.shape
     query = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
     correction = torch.empty_like(q, dtype=torch.float32) if return_correction else None
-    # Total and count are read by every program of a head: new ones are written beside them and copied over.
-    new = [
-        second_moment if in_place else torch.empty_like(second_moment),
-        torch.empty_like(total),
-        torch.empty_like(count),
-    ]
-    width = max(16, triton.next_power_of_2(size))
-    _read_token_kernel[(sequences * heads * triton.cdiv(size, ROWS),)](
-        q, k, gate, second_moment, total, count, query, query if correction is None else correction, *new,
-        H=heads, D=size, BD=width, BR=ROWS, UNIT_QUERIES=unit_queries, UNIT_KEYS=unit_keys, CENTRED=centred,
-        CORRECTION=return_correction, EPS=NORM_EPSILON,
-    )  # fmt: skip
+    old = (second_moment, total, count)
+    new = old if in_place else tuple(torch.empty_like(x) for x in old)
+    sizes = {
+        "H": heads,
+        "D": size,
+        "BD": max(16, triton.next_power_of_2(size)),
+        "UNIT_KEYS": unit_keys,
+        "EPS": NORM_EPSILON,
+    }
     if in_place:
-        total.copy_(new[1])
-        count.copy_(new[2])
+        # Every program of a head reads all of the total, so that none of them could overwrite its part.
+        _advance_kernel[(sequences * heads,)](k, total, count, num_warps=1, **sizes)
+    _read_token_kernel[(sequences * heads * triton.cdiv(size, ROWS),)](
+        q, k, gate, *old, query, query if correction is None else correction, *new,
+        BR=ROWS, UNIT_QUERIES=unit_queries, CENTRED=centred, CORRECTION=return_correction, ADVANCED=in_place, **sizes,
+    )  # fmt: skip
     return TokenRead(query, correction, *new)

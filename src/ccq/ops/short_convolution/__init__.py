@@ -9,6 +9,7 @@ the backward pass is one kernel, and nothing but the inputs is kept for it.
 | --- | --- |
 | ccq::short_convolution | the convolution, differentiable |
 | ccq::short_convolution_backward | its gradients |
+| ccq::short_convolution_token_ | several of one token each, with the states overwritten |
 """
 
 from __future__ import annotations
@@ -109,6 +110,23 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+@custom_operator(
+    "short_convolution_token_",
+    schema="(Tensor[] xs, Tensor[] weights, Tensor(a!)[] states, Tensor(b!)[] ys) -> ()",
+)
+def token_(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    """xs and the outputs ys [N, 1, channels], weights [channels, W], states [N, W - 1, channels], of one dtype, N and
+    W; states and ys contiguous. (The compiler takes no list that an operator which overwrites something returns.)
+    """
+    with torch.cuda.device_of(xs[0]):
+        _kernels().token([x.contiguous() for x in xs], [weight.contiguous() for weight in weights], states, ys)
+
+
+@token_.register_fake
+def _(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    return None
 
 
 def is_chosen(x: Tensor, kernel_size: int) -> bool:

@@ -46,6 +46,8 @@ BACKWARD = Launch(row=256, warps=1, steps=8, programs=4096)
 """Measured on an H200 at 8 x 4096 tokens, 1536 + 1536 + 3072 channels, W = 4: 228 and 422 us; with 4 steps 236 and 523,
 with 16 bytes for a thread in place of 8 258 and 485, because fewer warps fit.
 """
+TOKEN_CHANNELS = 256
+"""BC where there is one token."""
 SHORTEST, LONGEST = 16, 128
 """Parts, powers of two. For a part W - 1 rows more than it has are read, and backward W rows of float32 written: of
 documents of one token each eight times the bytes of the input, of 64 tokens an eighth.
@@ -211,6 +213,37 @@ def _backward_kernel(
         tl.store(sums + W * C + column, b_db, mask=column < C)
 
 
+@triton.jit
+def _token(x, weight, state, y, n, tile, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
+    """One token behind its state, which moves on by one."""
+    column = tile * BC + tl.arange(0, BC)
+    fits = column < C
+    state += n * (W - 1) * C
+    taps = _taps(weight, weight, column, C, W, False)
+    window = _none()
+    for i in tl.static_range(W - 1):
+        window += (tl.load(state + i * C + column, mask=fits, other=0.0),)
+    window += (tl.load(x + n * C + column, mask=fits, other=0.0),)
+    b_s = taps[0] * window[0].to(tl.float32)
+    for i in tl.static_range(1, W):
+        b_s += taps[i] * window[i].to(tl.float32)
+    for i in tl.static_range(W - 1):
+        tl.store(state + i * C + column, window[i + 1], mask=fits)
+    b_y = b_s / _reciprocal_share(b_s)
+    tl.store(y + n * C + column, b_y.to(y.dtype.element_ty), mask=fits)
+
+
+@triton.jit
+def _token_kernel(xs, weights, states, ys, SIZES: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
+    """Of several convolutions with SIZES channels each."""
+    tile, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    for i in tl.static_range(len(SIZES)):
+        tiles = (SIZES[i] + BC - 1) // BC
+        if (tile >= 0) & (tile < tiles):
+            _token(xs[i], weights[i], states[i], ys[i], n, tile, SIZES[i], W, BC)
+        tile -= tiles
+
+
 @functools.lru_cache(maxsize=16)
 def _document_parts(boundaries: tuple[int, ...], span: int, shift: int, device: torch.device) -> Tensor:
     """[P, 4]: sequence, first token, length, first place of each part. Kept, because all layers of a model ask for the
@@ -277,3 +310,11 @@ def backward(
     d_weight = torch.empty_like(weight).copy_(total[:width].t())
     d_bias = None if bias is None else torch.empty_like(bias).copy_(total[width])
     return d_x, d_weight, d_bias, d_state
+
+
+def token(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    sizes = tuple(x.shape[-1] for x in xs)
+    _token_kernel[(sum(triton.cdiv(size, TOKEN_CHANNELS) for size in sizes), len(xs[0]))](
+        tuple(xs), tuple(weights), tuple(states), tuple(ys),
+        SIZES=sizes, W=weights[0].shape[1], BC=TOKEN_CHANNELS, num_warps=4,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ccq.ops import write_rule_step
 from ccq.ops.checks import check_backend
 from ccq.ops.layout import ChunkLayout
 from ccq.ops.ssd.chunked import chunk_length, chunked_state_space_duality
@@ -13,6 +14,8 @@ from ccq.ops.write_rule import WriteRuleResult, check_gate, check_write_argument
 __all__ = ["chunked_state_space_duality", "state_space_duality", "state_space_duality_reference"]
 
 BACKENDS = ("auto", "reference", "torch")
+"""Accepted backends. "auto" is "torch", but for one token without gradients on a GPU with triton a kernel of the
+recurrence."""
 
 
 def state_space_duality(
@@ -25,6 +28,7 @@ def state_space_duality(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
+    overwrite_state: bool = False,
     backend: str = "auto",
 ) -> WriteRuleResult:
     """Write keys and values into a state that decays by one factor per head, and read it with the queries.
@@ -49,7 +53,9 @@ def state_space_duality(
             a sequence, N = B.
         mask: [B, T], 1 = real token, 0 = padding, on the left, the right or both sides. Padding writes nothing,
             decays nothing, has output 0 and no gradient.
-        backend: "reference" (token by token), "torch" (in chunks), or "auto", the fastest for the input's device.
+        overwrite_state: the caller has no more use for `state`. On a GPU, where one token is read without gradients,
+            the new state then takes its place in memory and is returned as the same tensor; elsewhere nothing changes.
+        backend: "reference" (token by token), "torch" (in chunks), or "auto", see `BACKENDS`.
 
     Returns:
         WriteRuleResult: output [B, T, H, V] in the dtype of v, state [N, H, D, V] after the last token. Sums and
@@ -60,6 +66,7 @@ def state_space_duality(
         log_decay that is not finite or above 0, and a mask with holes.
     """
     check_backend(backend, BACKENDS)
+    given = state
     sequences, state = check_write_arguments(q, k, v, state, cu_seqlens, mask, grouped=True)
     check_gate("log_decay", log_decay, tuple(v.shape[:3]), q, highest=0.0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -68,8 +75,10 @@ def state_space_duality(
         q, k, v = (x.masked_fill(padding.unsqueeze(-1), 0) for x in (q, k, v))
         log_decay = log_decay.masked_fill(padding, 0)
 
-    if backend == "auto":
-        backend = "torch"
+    one = q.shape[1] == 1 and sequences.boundaries is None
+    if one and backend == "auto" and write_rule_step.is_chosen(q, k, v, log_decay, state):
+        in_place = overwrite_state and write_rule_step.can_overwrite(given)
+        return write_rule_step.write_token(q, k, v, log_decay, None, state, scale, in_place=in_place)
     if backend == "reference":
         return state_space_duality_reference(q, k, v, log_decay, state, scale, sequences.boundaries)
     layout = ChunkLayout.of(q, sequences.boundaries, chunk_length(q.shape[-1]))

@@ -1,0 +1,263 @@
+"""Linear maps of one input: when they are one kernel, and that a layer is the same layer then, on a GPU or in Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import assert_close, relative_error
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention, SwiGLU, projection
+from ccq.nn.mixers import state_tensors
+from ccq.nn.projection import gated_projection, is_exactly, plain_weights, project
+from ccq.ops import joint_linear
+
+pytest.importorskip("triton")
+from ccq.ops.joint_linear import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN, HEADS, SIZE, VALUE = 40, 2, 16, 32
+
+by_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+class Adapter(nn.Linear):
+    """More than its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 3
+
+
+class LowRank(nn.Module):
+    """What a library of adapters puts in the place of a linear map."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = (nn.Parameter(torch.randn(shape)) for shape in ((2, HIDDEN), (base.out_features, 2)))
+        self.to(base.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def linear(outputs: int = 3, **options: Any) -> nn.Linear:
+    return nn.Linear(HIDDEN, outputs, bias=False, **options)
+
+
+def with_another_forward() -> nn.Linear:
+    """As accelerate changes a module whose weight is elsewhere until it is called."""
+    found = linear()
+    inner = found.forward
+    found.forward = lambda x: inner(x) + 3  # type: ignore[method-assign]
+    return found
+
+
+def watched(register: str) -> nn.Linear:
+    found = linear()
+    getattr(found, register)(lambda *_: None)
+    return found
+
+
+def parametrized() -> nn.Linear:
+    found = linear()
+    parametrize.register_parametrization(found, "weight", Doubled())
+    return found
+
+
+MORE_THAN_THEIR_WEIGHT: dict[str, Callable[[], nn.Module]] = {
+    "adapter": lambda: Adapter(HIDDEN, 3, bias=False),
+    "low rank": lambda: LowRank(linear()),
+    "hook": lambda: watched("register_forward_hook"),
+    "pre-hook": lambda: watched("register_forward_pre_hook"),
+    "parametrization": parametrized,
+    "another forward": with_another_forward,
+    "no linear map": nn.Identity,
+}
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels run on a CPU too; the names of those that ran."""
+    found: list[str] = []
+    for name in ("joint", "gated"):
+        inner = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *given, name=name, inner=inner: (found.append(name), inner(*given))[1]
+        )
+
+    def is_chosen(x: Tensor, weights: list[Tensor]) -> bool:
+        recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
+        few = x.numel() <= joint_linear.MAX_VECTORS * x.shape[-1]
+        return few and x.dtype in (torch.float16, torch.bfloat16) and not recorded
+
+    if DEVICE == "cpu":
+        for module in (projection, joint_linear):
+            monkeypatch.setattr(module, "is_chosen", is_chosen)
+    return found
+
+
+def test_weights_of_plain_maps() -> None:
+    first, second = linear(), linear(5)
+    found = plain_weights(first, second)
+    assert found is not None and found[0] is first.weight and found[1] is second.weight
+    assert is_exactly(first, nn.Linear)
+
+
+@pytest.mark.parametrize("kind", MORE_THAN_THEIR_WEIGHT)
+def test_a_map_that_is_more_than_its_weight_has_none(kind: str) -> None:
+    other = MORE_THAN_THEIR_WEIGHT[kind]()
+    assert not is_exactly(other, nn.Linear)
+    for linears in ((other,), (other, linear()), (linear(), other)):
+        assert plain_weights(*linears) is None
+
+
+def test_a_bias_is_no_weight() -> None:
+    biased = nn.Linear(HIDDEN, 3)
+    assert is_exactly(biased, nn.Linear) and plain_weights(linear(), biased) is None
+
+
+def test_a_hook_that_is_gone_changes_nothing() -> None:
+    plain = linear()
+    handle = plain.register_forward_hook(lambda *_: None)
+    assert plain_weights(plain) is None
+    handle.remove()
+    assert plain_weights(plain) is not None
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@by_dtype
+@torch.no_grad()
+def test_few_vectors_are_one_kernel(dtype: torch.dtype, used: list[str]) -> None:
+    maps = [linear(outputs, device=DEVICE, dtype=dtype) for outputs in (3, 40, 40)]
+    x = torch.randn(2, 5, HIDDEN, device=DEVICE).to(dtype)
+    found, gated = project(x, *maps), gated_projection(x, *maps[1:])
+    assert used == ["joint", "gated"]
+    products = [x.double() @ each.weight.double().t() for each in maps]
+    for y, product in zip(found, products, strict=True):
+        assert y.dtype == dtype
+        assert_close("product", y, product, torch.finfo(dtype).eps / 2)
+    _, gate, up = products
+    assert_close("gated", gated, gate * torch.sigmoid(gate) * up, 2 * torch.finfo(dtype).eps)
+
+
+def test_others_are_the_maps_themselves(used: list[str]) -> None:
+    """Many vectors, float32, and where a gradient is wanted."""
+    half = [linear(3, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    single = [linear(3, device=DEVICE) for _ in range(2)]
+    many, few = torch.randn(joint_linear.MAX_VECTORS + 1, HIDDEN, device=DEVICE), torch.randn(2, HIDDEN, device=DEVICE)
+    with torch.no_grad():
+        for maps, x in ((half, many.bfloat16()), (single, few)):
+            assert all(torch.equal(a, b(x)) for a, b in zip(project(x, *maps), maps, strict=True))
+            gated_projection(x, *maps)
+    project(few.bfloat16(), *half)[0].sum().backward()
+    gated_projection(few.bfloat16(), *half).sum().backward()
+    assert all(each.weight.grad is not None for each in half) and used == []
+
+
+@pytest.mark.parametrize("kind", ["adapter", "low rank", "parametrization", "another forward"])
+@torch.no_grad()
+def test_a_map_that_is_more_than_its_weight_is_called(kind: str, used: list[str]) -> None:
+    other = MORE_THAN_THEIR_WEIGHT[kind]().to(DEVICE, torch.bfloat16)
+    plain, x = linear(device=DEVICE, dtype=torch.bfloat16), torch.randn(2, HIDDEN, device=DEVICE).bfloat16()
+    for maps in ((other, plain), (plain, other)):
+        for found, each in zip(project(x, *maps), maps, strict=True):
+            assert torch.equal(found, each(x))
+        gate, up = (each(x).float() for each in maps)
+        assert_close("gated", gated_projection(x, *maps), gate * torch.sigmoid(gate) * up, 0.01)
+    assert used == []
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@torch.no_grad()
+def test_a_hook_sees_its_calls(register: str, used: list[str]) -> None:
+    seen: list[Tensor] = []
+    maps = [linear(device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    x = torch.randn(2, HIDDEN, device=DEVICE).bfloat16()
+    getattr(maps[1], register)(lambda module, inputs, *output: seen.append(inputs[0]))
+    project(x, *maps)
+    gated_projection(x, *maps)
+    assert len(seen) == 2 and all(each is x for each in seen) and used == []
+
+
+def make(name: str, dtype: torch.dtype) -> nn.Module:
+    read = CurvatureConditionedQuery(HEADS, SIZE)
+    layer = {
+        "gla": lambda: GatedLinearAttention(HIDDEN, HEADS, SIZE, VALUE, read=read),
+        "gla with convolution": lambda: GatedLinearAttention(HIDDEN, HEADS, SIZE, VALUE, short_convolution=4),
+        "gated deltanet": lambda: GatedDeltaNet(HIDDEN, HEADS, SIZE, VALUE, read=read, max_a=2.0),
+        "swiglu": lambda: SwiGLU(HIDDEN, 70),
+    }[name]()
+    return layer.to(DEVICE, dtype)
+
+
+def results(layer: nn.Module, x: Tensor, state: Any = None) -> list[Tensor]:
+    if isinstance(layer, SwiGLU):
+        return [layer(x)]
+    output, state = layer(x, state=state)
+    return [output, *(each for name, each in state_tensors(state).items() if name != "statistics.count")]
+
+
+LAYERS = ("gla", "gla with convolution", "gated deltanet", "swiglu")
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@pytest.mark.parametrize("name", LAYERS)
+@by_dtype
+@torch.no_grad()
+def test_a_layer_is_the_same_layer(
+    name: str, dtype: torch.dtype, used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against itself in float64, for one token of several sequences and for several of one."""
+    layer = make(name, dtype)
+    exact = copy.deepcopy(layer).double()
+    for shape in ((5, 1), (1, 7)):
+        x = torch.randn(*shape, HIDDEN, device=DEVICE).to(dtype)
+        used.clear()
+        together = results(layer, x)
+        assert used == (["gated"] if name == "swiglu" else ["joint"])
+        with monkeypatch.context() as patch:
+            for module in (projection, joint_linear):
+                patch.setattr(module, "is_chosen", lambda *_: False)
+            apart = results(layer, x)
+        assert len(used) == 1
+        eps = torch.finfo(dtype).eps
+        for number, values in enumerate(zip(together, apart, results(exact, x.double()), strict=True)):
+            ours, theirs, value = values
+            error, allowed = relative_error(ours, value), 1.2 * relative_error(theirs, value) + eps / 4
+            assert error <= allowed, f"{number}: {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> None:
+    """A hook, or an adapter in the place of any one of them."""
+    layer, x = make(name, torch.bfloat16), torch.randn(3, 1, HIDDEN, device=DEVICE).bfloat16()
+    names = [path for path, each in layer.named_modules() if isinstance(each, nn.Linear) and each.in_features == HIDDEN]
+    assert len(names) >= (2 if name == "swiglu" else 5)
+    for path in names:
+        parent, _, last = path.rpartition(".")
+        owner, plain = layer.get_submodule(parent), layer.get_submodule(path)
+        before = results(layer, x)[0]
+        calls: list[Any] = []
+        handle = plain.register_forward_hook(lambda *call, calls=calls: calls.append(call))
+        used.clear()
+        results(layer, x)
+        handle.remove()
+        assert len(calls) == 1 and used == [], path
+        setattr(owner, last, LowRank(plain))
+        heard = results(layer, x)[0]
+        setattr(owner, last, plain)
+        assert used == [] and not torch.allclose(heard, before), path
