@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.helpers import assert_close, relative_error
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention, SwiGLU, projection
-from ccq.nn.mixers import state_tensors
+from ccq.nn.mixers import gated_linear_attention, state_tensors
 from ccq.nn.projection import gated_projection, is_exactly, plain_weights, project
 from ccq.ops import joint_linear
 
@@ -240,6 +241,18 @@ def test_a_layer_is_the_same_layer(
             assert error <= allowed, f"{number}: {error:.2e}, allowed {allowed:.2e}"
 
 
+@pytest.mark.usefixtures("gpu_rounding")
+@by_dtype
+@torch.no_grad()
+def test_logits_of_the_delta_rules_gates_are_not_rounded(dtype: torch.dtype, used: list[str]) -> None:
+    layer, x = make("gated deltanet", dtype), torch.randn(5, 1, HIDDEN, device=DEVICE).to(dtype)
+    assert isinstance(layer, GatedDeltaNet)
+    *_, steps, strengths = layer._project(x)
+    assert used == ["joint"]
+    for logits, each in ((steps, layer.a_proj), (strengths, layer.b_proj)):
+        assert_close("logits", logits, x.double() @ each.weight.double().t(), 1e-5)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> None:
@@ -261,3 +274,40 @@ def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> No
         heard = results(layer, x)[0]
         setattr(owner, last, plain)
         assert used == [] and not torch.allclose(heard, before), path
+
+
+@pytest.mark.usefixtures("gpu_rounding")
+@torch.no_grad()
+def test_the_decay_of_gla_in_one_kernel_and_what_is_around_its_maps(
+    used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = make("gla", torch.float16), torch.randn(3, 1, HIDDEN, device=DEVICE).half()
+    assert isinstance(layer, GatedLinearAttention)
+    exact = F.logsigmoid(copy.deepcopy(layer.gk_proj).double()(x.double())) / layer.gate_logit_normalizer
+    inner, calls = gated_linear_attention.low_rank_log_decay, list[Any]()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(gated_linear_attention, "low_rank_is_chosen", lambda *_: True)
+    monkeypatch.setattr(
+        gated_linear_attention, "low_rank_log_decay", lambda *given: (calls.append(given), inner(*given))[1]
+    )
+    assert_close("log decay", layer._project(x)[-1], exact, 1e-3)
+    assert len(calls) == 1 and used == ["joint"]
+    for module in (layer.gk_proj, layer.gk_proj[1]):
+        heard: list[Any] = []
+        handle = module.register_forward_hook(lambda *call, heard=heard: heard.append(call))
+        assert_close("log decay", layer._project(x)[-1], exact, 1e-3)
+        handle.remove()
+        assert len(heard) == 1 and len(calls) == 1
+    layer.gk_proj[1] = nn.Sequential(layer.gk_proj[1], Doubled())
+    assert_close("log decay", layer._project(x)[-1], F.logsigmoid(layer.gk_proj(x).double()) / 16, 1e-3)
+    assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_a_weight_that_is_more_than_a_tensor_stays_with_its_map() -> None:
+    class Packed(Tensor):
+        pass
+
+    plain = linear()
+    plain.weight = nn.Parameter(plain.weight.as_subclass(Packed), requires_grad=False)
+    assert type(plain.weight) is Packed and plain_weights(plain) is None

@@ -505,3 +505,10 @@ def test_the_kernels_are_used_where_they_can_run(
         assert not module.is_chosen(nothing, None if branch is None else no_more)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert not module.is_chosen(x, None if branch is None else added)
+
+
+def test_shapes_without_numbers() -> None:
+    """On a device for which there is no autocast."""
+    x = torch.empty(2, 3, 8, device="meta", dtype=torch.bfloat16)
+    y, z = residual_rms_norm(x, torch.empty(8, device="meta", dtype=torch.bfloat16), 1e-5, branch=x)
+    assert y.shape == z.shape == x.shape and y.dtype == z.dtype == torch.bfloat16

@@ -451,6 +451,11 @@ def with_a_turned_state(given: Given) -> None:
     given[2][2] = given[2][2].transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def with_a_state_of_one_sequence(given: Given) -> None:
+    """Which a layer by itself refuses."""
+    given[2][2] = given[2][2][:1]
+
+
 def with_a_subclass(given: Given) -> None:
     given[0][2] = Louder(CHANNELS[2], 4).to(DEVICE)
 
@@ -467,6 +472,7 @@ CHANGES: dict[str, Callable[[Given], Any]] = {
     "two tokens": with_two_tokens,
     "a state of another dtype": with_another_dtype,
     "a turned state": with_a_turned_state,
+    "a state of one sequence": with_a_state_of_one_sequence,
     "a hook": lambda given: given[0][2].register_forward_hook(lambda *_: None),
     "a pre-hook": lambda given: given[0][2].register_forward_pre_hook(lambda *_: None),
     "a subclass": with_a_subclass,

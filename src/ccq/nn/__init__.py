@@ -13,7 +13,7 @@ from ccq.nn.mixers import (
     SoftmaxAttention,
 )
 from ccq.nn.mlp import SwiGLU
-from ccq.nn.norm import GatedGroupRMSNorm, RMSNormGated
+from ccq.nn.norm import GatedGroupRMSNorm, ResidualRMSNorm, RMSNormGated
 from ccq.nn.read import CurvatureConditionedQuery, ReadObservation, ReadResult, ReadStep
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "ReadObservation",
     "ReadResult",
     "ReadStep",
+    "ResidualRMSNorm",
     "ShortConvolution",
     "SoftmaxAttention",
     "SwiGLU",

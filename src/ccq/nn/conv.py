@@ -141,10 +141,11 @@ def convolve_token_(
     width = convolutions[0].kernel_size
     for convolution, x, state in zip(convolutions, inputs, states, strict=True):
         alike = convolution.bias is None and convolution.kernel_size == width
-        fits = x.shape[1] == 1 and is_chosen(x, width) and state.dtype == x.dtype and state.is_contiguous()
-        if not (alike and fits and is_exactly(convolution, ShortConvolution)):
+        # Others are refused by the layer itself.
+        fits = x.shape[1:] == (1, convolution.channels) and state.shape == (len(x), width - 1, convolution.channels)
+        if not (alike and fits and is_exactly(convolution, ShortConvolution) and is_chosen(x, width)):
             return None
-        if torch.is_grad_enabled() or state.requires_grad:
+        if torch.is_grad_enabled() or state.requires_grad or state.dtype != x.dtype or not state.is_contiguous():
             return None
     weights = [convolution.weight.squeeze(1) for convolution in convolutions]
     outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ccq.ops.joint_linear import gated_linear, is_chosen, joint_linear
@@ -17,12 +19,15 @@ def is_exactly(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def plain_weights(*linears: nn.Module) -> list[Tensor] | None:
-    """The weights of linear maps, or None where one of them is more than its weight."""
+    """The weights of linear maps, or None where one of them is more than its weight, or that more than a tensor."""
     weights: list[Tensor] = []
     for linear in linears:
         if not is_exactly(linear, nn.Linear) or getattr(linear, "bias", None) is not None:
             return None
-        weights.append(linear.get_parameter("weight"))
+        weight: Any = linear.weight
+        if type(weight) not in (Tensor, nn.Parameter):
+            return None
+        weights.append(weight)
     return weights
 
 

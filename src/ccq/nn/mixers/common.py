@@ -39,8 +39,7 @@ class MixerState(NamedTuple):
 class OverwritableState(MixerState):
     """A state whose owner, such as a cache, lets it be overwritten, as `StaticKeyStatistics` those of its read step.
 
-    A mixer that is given it for one token, without a mask and without gradients, may return its tensors as those of the
-    new state.
+    A mixer that is given it for one token, without gradients, may return its tensors as those of the new state.
     """
 
     __slots__ = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ccq.nn.conv import ShortConvolution
@@ -104,7 +106,7 @@ class GatedLinearAttention(nn.Module):
         Training, prefill and decode are this one call; `state` continues the sequences where an earlier call left them.
         """
         check_call(x, self.hidden_size, self.read, state, mask, cu_seqlens)
-        q, k, v, gate, low_rank = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj[0])
+        q, k, v, gate, log_decay = self._project(x)
         convolution = None
         if self.has_convolution:
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
@@ -113,7 +115,7 @@ class GatedLinearAttention(nn.Module):
         q, k, v = (split_heads(y, self.num_heads) for y in (q, k, v))
         if self.has_feature_map:
             q, k = self.feature_map_q(q), self.feature_map_k(k)
-        log_decay = split_heads(self._log_decay(low_rank), self.num_heads)
+        log_decay = split_heads(log_decay, self.num_heads)
 
         statistics = None
         if self.read is not None:
@@ -143,11 +145,17 @@ class GatedLinearAttention(nn.Module):
         output = self.g_norm_swish_gate(output, split_heads(gate, self.num_heads))
         return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))
 
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values, output gate and log decay before the head split."""
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        if not is_exactly(self.gk_proj, nn.Sequential):
+            return *(linear(x) for linear in linears), log_sigmoid_decay(self.gk_proj(x), self.gate_logit_normalizer)
+        *projected, low_rank = project(x, *linears, self.gk_proj[0])
+        return *projected, self._log_decay(low_rank)
+
     def _log_decay(self, low_rank: Tensor) -> Tensor:
         """From gk_proj[0](x), [B, T, rank] -> [B, T, H * D]."""
-        linear = self.gk_proj[1]
-        if is_exactly(linear, nn.Linear):
-            weight, bias = linear.get_parameter("weight"), linear.get_parameter("bias")
-            if low_rank_is_chosen(low_rank, weight, bias):
-                return low_rank_log_decay(low_rank, weight, bias, self.gate_logit_normalizer)
+        linear: Any = self.gk_proj[1]
+        if is_exactly(linear, nn.Linear) and low_rank_is_chosen(low_rank, linear.weight, linear.bias):
+            return low_rank_log_decay(low_rank, linear.weight, linear.bias, self.gate_logit_normalizer)
         return log_sigmoid_decay(linear(low_rank), self.gate_logit_normalizer)

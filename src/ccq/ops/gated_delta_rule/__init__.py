@@ -16,7 +16,8 @@ __all__ = ["chunked_gated_delta_rule", "gated_delta_rule", "gated_delta_rule_ref
 
 BACKENDS = ("auto", "reference", "torch", "fla")
 """Accepted backends. "auto" is "fla" on a GPU where flash-linear-attention is installed and takes the input (float16 or
-bfloat16, D and V multiples of 16, D up to 256; on Hopper cards with Triton 3.7.1 or newer), "torch" otherwise."""
+bfloat16, D and V multiples of 16, D up to 256; on Hopper cards with Triton 3.7.1 or newer), "torch" otherwise; but
+for one token without gradients on a GPU with triton, in any dtype but float64, a kernel of the recurrence."""
 
 
 def gated_delta_rule(

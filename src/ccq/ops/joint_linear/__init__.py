@@ -65,7 +65,8 @@ def is_chosen(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether the kernels compute the maps of x."""
     if not (x.is_cuda and TRITON_INSTALLED) or torch.is_autocast_enabled(x.device.type):
         return False
-    half = x.dtype in (torch.float16, torch.bfloat16) and all(weight.dtype == x.dtype for weight in weights)
+    alike = all(weight.dtype == x.dtype and weight.device == x.device for weight in weights)
+    half = x.dtype in (torch.float16, torch.bfloat16) and alike
     few = 0 < x.numel() <= MAX_VECTORS * x.shape[-1]
     return half and few and not needs_gradient(x, *weights)
 

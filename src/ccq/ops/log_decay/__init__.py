@@ -124,12 +124,13 @@ def log_sigmoid_decay(x: Tensor, normalizer: float) -> Tensor:
     return F.logsigmoid(x.to(accumulation_dtype(x.dtype))) / normalizer
 
 
-def low_rank_is_chosen(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether one kernel computes the linear map and the decay."""
+def low_rank_is_chosen(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether one kernel computes the linear map, which must have a bias, and the decay."""
+    if not (x.is_cuda and TRITON_INSTALLED) or bias is None or torch.is_autocast_enabled(x.device.type):
+        return False
     half = x.dtype in (torch.float16, torch.bfloat16) and weight.dtype == bias.dtype == x.dtype
     few = 0 < x.numel() <= MAX_VECTORS * x.shape[-1] and x.shape[-1] <= MAX_INPUTS
-    plain = not torch.is_autocast_enabled(x.device.type) and not needs_gradient(x, weight, bias)
-    return x.is_cuda and TRITON_INSTALLED and half and few and plain
+    return half and few and not needs_gradient(x, weight, bias)
 
 
 def low_rank_log_decay(x: Tensor, weight: Tensor, bias: Tensor, normalizer: float) -> Tensor:

@@ -6,7 +6,8 @@ With the new M, m and t, r = (M q - ((m . q) / t) m) / t. A row of r needs the s
 every program handles a few rows alone: it loads q, k and m whole, updates its rows of M and multiplies them with q. The
 sum over a row is never divided among programs, so a sequence is read the same in any batch.
 
-m and the count are read by all programs of a sequence, so where they are overwritten a kernel in front does that.
+m and the count are read by all programs of a sequence, so a kernel in front makes the new ones, which may take the
+place of the old.
 """
 
 from __future__ import annotations
@@ -31,16 +32,25 @@ def _load_vector(x, head, column, D: tl.constexpr):
 
 @triton.jit
 def _advance_kernel(
-    k, total, count, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UNIT_KEYS: tl.constexpr, EPS: tl.constexpr
+    k,
+    total,
+    count,
+    new_total,
+    new_count,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    UNIT_KEYS: tl.constexpr,
+    EPS: tl.constexpr,
 ):
-    """Total and count of one head take in the key, in place."""
+    """Total and count of one head take in the key; they may be overwritten."""
     head, column = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
     b_k = _load_vector(k, head, column, D)
     if UNIT_KEYS:
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
-    tl.store(total + head * D + column, _load_vector(total, head, column, D) + b_k, mask=column < D)
+    tl.store(new_total + head * D + column, _load_vector(total, head, column, D) + b_k, mask=column < D)
     if head % H == 0:
-        tl.store(count + head // H, tl.load(count + head // H) + 1)
+        tl.store(new_count + head // H, tl.load(count + head // H) + 1)
 
 
 @triton.jit
@@ -54,8 +64,6 @@ def _read_token_kernel(
     query,
     correction,
     new_moment,
-    new_total,
-    new_count,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
@@ -64,11 +72,10 @@ def _read_token_kernel(
     UNIT_KEYS: tl.constexpr,
     CENTRED: tl.constexpr,
     CORRECTION: tl.constexpr,
-    ADVANCED: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """BR rows of one head. The second moment may be overwritten: only this program reads its rows. With ADVANCED the
-    total and the count are the new ones already.
+    """BR rows of one head, with the new total and count. The second moment may be overwritten: only this program reads
+    its rows.
     """
     TILES: tl.constexpr = (D + BR - 1) // BR
     tile = tl.program_id(0) % TILES
@@ -82,20 +89,13 @@ def _read_token_kernel(
     b_q, b_k = _load_vector(q, head, column, D), _load_vector(k, head, column, D)
     b_qi, b_ki = _load_vector(q, head, row, D), _load_vector(k, head, row, D)
     b_m, b_mi = _load_vector(total, head, column, D), _load_vector(total, head, row, D)
-    seen = tl.load(count + n)
+    b_t = tl.load(count + n).to(tl.float32)
     if UNIT_QUERIES:
         b_rq = tl.rsqrt(tl.sum(b_q * b_q, 0) + EPS)
         b_q, b_qi = b_q * b_rq, b_qi * b_rq
     if UNIT_KEYS:
         b_rk = tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
         b_k, b_ki = b_k * b_rk, b_ki * b_rk
-    if not ADVANCED:
-        seen += 1
-        b_m, b_mi = b_m + b_k, b_mi + b_ki
-        tl.store(new_total + head * D + row, b_mi, mask=row < D)
-        if (tile == 0) & (head % H == 0):
-            tl.store(new_count + n, seen)
-    b_t = seen.to(tl.float32)
     b_moment += b_ki[:, None] * b_k
     tl.store(new_moment + square, b_moment, mask=fits)
     b_r = tl.sum(b_moment * b_q, 1) / b_t
@@ -139,11 +139,10 @@ def read_token(
         "UNIT_KEYS": unit_keys,
         "EPS": NORM_EPSILON,
     }
-    if in_place:
-        # Every program of a head reads all of the total, so that none of them could overwrite its part.
-        _advance_kernel[(sequences * heads,)](k, total, count, num_warps=1, **sizes)
+    # Every program of a head reads all of the total, so that none of them could overwrite its part.
+    _advance_kernel[(sequences * heads,)](k, total, count, *new[1:], num_warps=1, **sizes)
     _read_token_kernel[(sequences * heads * triton.cdiv(size, ROWS),)](
-        q, k, gate, *old, query, query if correction is None else correction, *new,
-        BR=ROWS, UNIT_QUERIES=unit_queries, CENTRED=centred, CORRECTION=return_correction, ADVANCED=in_place, **sizes,
+        q, k, gate, second_moment, *new[1:], query, query if correction is None else correction, new[0],
+        BR=ROWS, UNIT_QUERIES=unit_queries, CENTRED=centred, CORRECTION=return_correction, **sizes,
     )  # fmt: skip
     return TokenRead(query, correction, *new)

@@ -158,7 +158,8 @@ add_forward.register_autograd(_add_backward, setup_context=_add_setup_context)
 
 def _lowered(dtype: torch.dtype, device: str) -> torch.dtype:
     """What linear maps round an input of `dtype` to. Autocast leaves float64 alone."""
-    lowers = torch.is_autocast_enabled(device) and dtype != torch.float64
+    knows = torch.amp.is_autocast_available(device)  # not the meta device
+    lowers = knows and torch.is_autocast_enabled(device) and dtype != torch.float64
     return torch.get_autocast_dtype(device) if lowers else dtype
 
 

@@ -19,7 +19,7 @@ from ccq.ops.query.fused import TRITON_INSTALLED
 from ccq.ops.write_rule import WriteRuleResult
 
 MAX_SIZE = 256
-"""The largest D of the kernel, which holds D x 32 numbers of a state in registers."""
+"""The largest D of the kernel, which holds D x 16 numbers of a state in registers."""
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor? beta, "
 
 
