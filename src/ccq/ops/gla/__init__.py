@@ -16,8 +16,8 @@ __all__ = ["chunked_gated_linear_attention", "gated_linear_attention", "gated_li
 
 BACKENDS = ("auto", "reference", "torch", "fla")
 """Accepted backends. "auto" is "fla" on a GPU where flash-linear-attention is installed and takes the input (float16 or
-bfloat16, D and V multiples of 16, D up to 256), "torch" otherwise; but for one
-token without gradients on a GPU with triton, in any dtype but float64, a kernel of the recurrence."""
+bfloat16, D and V multiples of 16, D up to 256), "torch" otherwise; but for one token without gradients on a GPU with
+triton, in any dtype but float64, a kernel of the recurrence."""
 
 
 def gated_linear_attention(

@@ -22,7 +22,7 @@ from ccq.ops.operators import custom_operator
 from ccq.ops.query.fused import TRITON_INSTALLED
 
 MAX_VECTORS = 16
-"""The most vectors of the kernels; from there on a matrix library is as fast."""
+"""The most vectors of the kernels. The products of matrix units have 16 rows, and 8 vectors were measured."""
 
 
 def _kernels() -> ModuleType:
