@@ -229,7 +229,8 @@ def test_every_state_of_an_unfinished_file_makes_a_page(tmp_path: Path) -> None:
     eager = row["eager"]
     spread = f"{eager['median_ms']:.3f} ({eager['lower_quartile_ms']:.3f} to {eager['upper_quartile_ms']:.3f})"
     cells = [spread, f"{eager['tokens_per_second']:,.0f}", "0.250 (0.250 to 0.250)", "8,000"]
-    assert f"| gla+ccq | {' | '.join(cells)} | {row['floor_tokens_per_second']:,.0f} | 0.02 | 0.00 |" in page
+    state = f"{row['state_bytes'] / 2**20:.2f}"
+    assert f"| gla+ccq | {' | '.join(cells)} | {row['floor_tokens_per_second']:,.0f} | {state} | 0.00 |" in page
     line = figures["ratios"][1]
     assert f"| gla+ccq | gla | {line['eager']:.3f} | 1.000 | {line['state_bytes']:.3f} |" in page
     assert "B 2, after 6 tokens, weights in bfloat16" in page and "Copy on the device: 0.00 TB/s" in page

@@ -81,8 +81,8 @@ def test_every_arm_and_seed_has_its_figures(finished: Finished) -> None:
     by_arm = {r["arm"]: r for r in results["runs"]}
     assert by_arm["gla+ccq"]["read_parameters"] == 2 * (2 * 64 + 2)
     assert by_arm["gla+ccq"]["parameters"] - by_arm["gla"]["parameters"] == 2 * (2 * 64 + 2)
-    # Two layers, two heads: 32 x 32 float32 second moments, totals of 32, and an int64 count.
-    assert by_arm["gla+ccq"]["state_bytes"] - by_arm["gla"]["state_bytes"] == 2 * (2 * (32 * 32 + 32) * 4 + 8)
+    # Two layers, two heads: float32 triangles of 32 x 32 second moments, totals of 32, and an int64 count.
+    assert by_arm["gla+ccq"]["state_bytes"] - by_arm["gla"]["state_bytes"] == 2 * (2 * (32 * 33 // 2 + 32) * 4 + 8)
 
 
 def test_figures_are_those_of_the_model_that_is_left(finished: Finished) -> None:

@@ -22,7 +22,14 @@ from ccq.nn.mixers import state_tensors
 from ccq.ops.gated_delta_rule import gated_delta_rule_reference
 from ccq.ops.gla import gated_linear_attention_reference
 from ccq.ops.joint_linear import gated_linear, joint_linear
-from ccq.ops.query import KeyStatistics, curvature_conditioned_query, update_and_read_
+from ccq.ops.query import (
+    KeyStatistics,
+    LinearGate,
+    PackedKeyStatistics,
+    curvature_conditioned_query,
+    update_and_read_,
+)
+from ccq.ops.residual_rms_norm import residual_rms_norm
 from ccq.ops.short_convolution import forward as short_convolution
 from ccq.ops.ssd import state_space_duality_reference
 from ccq.ops.write_rule_step import write_token
@@ -142,28 +149,65 @@ def test_one_token_of_short_convolutions(dtype: torch.dtype, rows: int, channels
             assert_close("formula", y, F.silu(window), rounding(dtype))
 
 
-@pytest.mark.parametrize(("rows", "heads", "size"), [(8, 6, 256), (3, 2, 40)])
+@pytest.mark.parametrize(("rows", "heads", "size"), [(8, 6, 256), (3, 2, 40), (2, 3, 71), (1, 1, 5)])
 @by_dtype
 @torch.no_grad()
-def test_one_token_of_the_read_step_in_place(dtype: torch.dtype, rows: int, heads: int, size: int) -> None:
-    """Several in a row, as with new statistics; every sequence has a count of its own."""
-    keys = F.normalize(draw(rows, 30, heads, size), dim=-1)
-    start = KeyStatistics(
-        torch.einsum("nthd,nthe->nhde", keys, keys), keys.sum(1), 30 + torch.arange(rows, device=DEVICE)
-    )
-    anew, there = start, KeyStatistics(*(x.clone() for x in start))
+def test_one_token_of_the_read_step(dtype: torch.dtype, rows: int, heads: int, size: int) -> None:
+    """Several in a row, with new statistics and with packed ones that are overwritten, against the recurrence in
+    float64; every sequence has a count of its own, and the gate is one that the kernel computes.
+    """
+    keys = F.normalize(draw(rows, 30, heads, size).double(), dim=-1)
+    sums = torch.einsum("nthd,nthe->nhde", keys, keys).float(), keys.sum(1).float()
+    anew = KeyStatistics(*sums, 30 + torch.arange(rows, device=DEVICE))
+    packed = PackedKeyStatistics(*(x.clone() for x in PackedKeyStatistics.of(anew)))
+    places = [x.data_ptr() for x in packed]
+    exact = KeyStatistics(*(x.double().cpu() for x in sums), anew.count.cpu())
+    weight, bias = draw(heads, heads * size, dtype=dtype) * (heads * size) ** -0.5, draw(heads)
     for _ in range(4):
         q, k = (draw(rows, 1, heads, size, dtype=dtype) for _ in range(2))
-        gate = torch.sigmoid(draw(rows, 1, heads))
-        apart = curvature_conditioned_query(q, k, gate, statistics=anew, backend="triton")
-        together = update_and_read_(q, k, gate, there, backend="triton")
-        anew = apart.statistics
-        assert_close("query", together.query, apart.query, rounding(dtype))
-        assert_close("second moment", there.second_moment, anew.second_moment, SINGLE)
-        assert_close("total", there.total, anew.total, SINGLE)
-        assert torch.equal(there.count, anew.count)
-    assert all(new is old for new, old in zip(together.statistics, there, strict=True))
-    assert there.count.tolist() == [34 + row for row in range(rows)]
+        linear = LinearGate(q.flatten(2), weight, bias, None)
+        gate = torch.sigmoid(linear.inputs.double() @ weight.double().T + bias.double())
+        inputs = [x.double().cpu() for x in (q, k, gate)]
+        options = {"return_correction": True, "query_dtype": torch.float32}
+        expected = curvature_conditioned_query(*inputs, statistics=exact, return_correction=True, backend="reference")
+        apart = curvature_conditioned_query(q, k, gate, statistics=anew, backend="triton", **options)
+        together = update_and_read_(q, k, linear, packed, backend="triton", **options)
+        anew, exact = apart.statistics, expected.statistics
+        for found, statistics in ((apart, anew), (together, packed.unpacked())):
+            assert_close("correction", found.correction.cpu(), expected.correction, 5e-6)
+            assert_close("query", found.query.cpu(), expected.query, 5e-6)
+            assert_close("second moment", statistics.second_moment.cpu(), exact.second_moment, SINGLE)
+            assert_close("total", statistics.total.cpu(), exact.total, SINGLE)
+            assert torch.equal(statistics.count.cpu(), exact.count)
+    assert [x.data_ptr() for x in packed] == places
+
+
+@torch.no_grad()
+def test_a_kernel_waits_for_the_one_before_it() -> None:
+    """Kernels that start early, each reading what the one before it writes last, many times over."""
+    size, rows = 2048, 8
+    weights = [(draw(size, size) * size**-0.5).bfloat16() for _ in range(2)]
+    x, norm = draw(rows, 1, size, dtype=torch.bfloat16), torch.ones(size, device=DEVICE)
+
+    def chain(wait: Callable[[], None]) -> Tensor:
+        y = x
+        for _ in range(200):
+            for weight in weights:
+                (y,) = joint_linear(y, [weight])
+                wait()
+            y, _ = residual_rms_norm(y, norm, 1e-6)
+            wait()
+        return y
+
+    expected = chain(torch.cuda.synchronize)
+    for _ in range(5):
+        assert torch.equal(chain(lambda: None), expected)
+    found = torch.empty_like(expected)
+    replay = Card().capture(lambda: found.copy_(chain(lambda: None)))
+    for _ in range(5):
+        found.zero_()
+        replay()
+        assert torch.equal(found, expected)
 
 
 # Models that decode by them.
@@ -190,7 +234,7 @@ KERNELS = {
     "gated linear": (linear_kernels, "gated"),
     "convolution": (convolution_kernels, "token"),
     "write rule": (rule_kernels, "write_token"),
-    "read step": (read_kernels, "read_token"),
+    "read step": (read_kernels, "update_and_read_token"),
 }
 
 

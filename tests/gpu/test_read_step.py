@@ -23,7 +23,13 @@ from tests.ops.query.test_curvature_conditioned_query import (
 )
 from torch import Tensor
 
-from ccq.ops.query import KeyStatistics, curvature_conditioned_query, l2_normalize, update_and_read_
+from ccq.ops.query import (
+    KeyStatistics,
+    PackedKeyStatistics,
+    curvature_conditioned_query,
+    l2_normalize,
+    update_and_read_,
+)
 
 pytest.importorskip("triton")
 from ccq.ops.query import kernels
@@ -273,10 +279,11 @@ def test_a_device_that_is_not_the_current_one() -> None:
     assert torch.cuda.current_device() == 0
     token = case._replace(**{name: getattr(case, name)[:, :1] for name in ("q", "k", "gate")})
     q, k, gate = (x.to("cuda:1") for x in token[:3])
-    statistics = KeyStatistics(*(x.to("cuda:1") for x in token.statistics))
+    packed = PackedKeyStatistics.of(KeyStatistics(*(x.to("cuda:1") for x in token.statistics)))
     expected = curvature_conditioned_query(*token[:3], statistics=token.statistics, backend="reference")
-    assert_close("query", update_and_read_(q, k, gate, statistics).query.cpu(), expected.query, 1e-2)
-    assert_close("second moment", statistics.second_moment.cpu(), expected.statistics.second_moment, 1e-5)
+    assert_close("query", update_and_read_(q, k, gate, packed).query.cpu(), expected.query, 1e-2)
+    moment = packed.unpacked().second_moment.cpu()
+    assert_close("second moment", moment, expected.statistics.second_moment, 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # the graph is captured on its own stream
@@ -302,41 +309,42 @@ def test_a_cuda_graph_captures_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("size", [64, 96, 256])
+@pytest.mark.parametrize("size", [64, 71, 96, 256])
 def test_a_cuda_graph_replays_decode_steps(size: int, dtype: torch.dtype) -> None:
+    """Kernels that overwrite packed statistics, replayed as called eagerly, bit for bit; and near the recurrence."""
     tokens = 20
     case = make_case(3, tokens, 2, size).to(dtype)
     exact = case.to(torch.float64)
     expected = curvature_conditioned_query(
         *exact[:3], statistics=exact.statistics, return_correction=True, backend="reference"
     )
-    statistics = KeyStatistics(*(x.cuda() for x in case.statistics))
+    start = PackedKeyStatistics(*(x.cuda() for x in PackedKeyStatistics.of(case.statistics)))
+    replayed, eager = (PackedKeyStatistics(*(x.clone() for x in start)) for _ in range(2))
     static = [x[:, :1].cuda().contiguous() for x in case[:3]]
 
     def step() -> tuple[Tensor, ...]:
-        result = update_and_read_(*static, statistics, return_correction=True)
+        result = update_and_read_(*static, replayed, return_correction=True)
         assert result.correction is not None
         return result.query, result.correction
 
     graph, outputs = capture(step)
-    for x, start in zip(statistics, case.statistics, strict=True):
-        x.copy_(start)
-    anew = KeyStatistics(*(x.cuda() for x in case.statistics))
+    for x, before in zip(replayed, start, strict=True):
+        x.copy_(before)
     corrections = []
     for i in range(tokens):
         for x, source in zip(static, case[:3], strict=True):
             x.copy_(source[:, i : i + 1])
         graph.replay()
-        result = curvature_conditioned_query(*static, statistics=anew, return_correction=True)
-        anew = result.statistics
+        result = update_and_read_(*static, eager, return_correction=True)
         assert torch.equal(result.query, outputs[0])
         corrections.append(outputs[1].clone())
-    for a, b in zip(anew, statistics, strict=True):
+    for a, b in zip(eager, replayed, strict=True):
         assert torch.equal(a, b)
     # Keys are read as they were given and everything else is float32, whatever their dtype.
     assert_close("correction", torch.cat(corrections, 1).cpu(), expected.correction, 5e-6)
-    assert_close("second moment", statistics.second_moment.cpu(), expected.statistics.second_moment, 5e-6)
-    assert statistics.count.tolist() == [9 + tokens] * 3
+    last = replayed.unpacked()
+    assert_close("second moment", last.second_moment.cpu(), expected.statistics.second_moment, 5e-6)
+    assert last.count.tolist() == [9 + tokens] * 3
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own

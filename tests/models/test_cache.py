@@ -224,6 +224,7 @@ def test_files_that_are_no_state_are_explained(tmp_path: Path) -> None:
     tensors = safetensors.torch.load(data)
     for name, message in (
         ("layers.1.statistics.total", "lacks layers.1.statistics.total"),
+        ("layers.1.statistics.triangle", "lacks layers.1.statistics.triangle or statistics.second_moment"),
         ("layers.1.", "1 of 2 layers"),
     ):
         kept = {key: value for key, value in tensors.items() if not key.startswith(name)}
@@ -231,7 +232,7 @@ def test_files_that_are_no_state_are_explained(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             load_state(path, model)
     path.write_bytes(safetensors.torch.save(tensors, {**metadata, "format": "pt"}))
-    with pytest.raises(ValueError, match="its format is 'pt', accepted: 'ccq-state/2'"):
+    with pytest.raises(ValueError, match="its format is 'pt', accepted: 'ccq-state/3'"):
         load_state(path, model)
 
 
@@ -239,10 +240,11 @@ def test_files_that_are_no_state_are_explained(tmp_path: Path) -> None:
 def test_the_size_of_a_cache() -> None:
     model = make("gla+ccq", torch.float32, short_convolution=None)
     cache = model(random_tokens(3, 5)).cache
-    # Two layers, two heads: memories 4 x 6, second moments 4 x 4 and totals 4 in float32, and a count.
-    assert cache.state_bytes == 3 * 2 * (4 * 2 * (4 * 6 + 4 * 4 + 4) + 8)
+    # Two layers, two heads: memories 4 x 6, triangles of 4 x 4 and totals 4 in float32, and a count.
+    assert cache.state_bytes == 3 * 2 * (4 * 2 * (4 * 6 + 10 + 4) + 8)
+    assert sum(block.attn.read.state_bytes for block in model.base_model.layers) == 2 * (4 * 2 * (10 + 4) + 8)
     halved = map_state(cache.layers[0].state, lambda x: x[:1])
-    assert sum(x.numel() for x in state_tensors(halved).values()) == 2 * (4 * 6 + 4 * 4 + 4) + 1
+    assert sum(x.numel() for x in state_tensors(halved).values()) == 2 * (4 * 6 + 10 + 4) + 1
 
 
 # One token by the kernels that overwrite the states, on a GPU or in Triton's interpreter.

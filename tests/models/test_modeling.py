@@ -216,8 +216,8 @@ def test_read_off_keeps_no_statistics_and_unit_queries(backbone: str) -> None:
     assert all(layer.state.statistics is None for layer in off.cache.layers)
     statistics = sum(x.numel() * x.element_size() for layer in on.cache.layers for x in layer.state.statistics)
     assert on.cache.state_bytes - off.cache.state_bytes == statistics
-    # Two layers, two heads: second moments of 4 x 4, totals of 4, in float64, and a count.
-    assert statistics == 2 * (2 * (4 * 4 + 4) * 8 + 8)
+    # Two layers, two heads: triangles of 4 x 4 second moments, totals of 4, in float64, and a count.
+    assert statistics == 2 * (2 * (10 + 4) * 8 + 8)
     assert_close("off", off.logits[0], model_loop(model, tokens[0]), 1e-12)
     # A cache goes on without its statistics, but not the other way round.
     more = random_tokens(1, 1)

@@ -13,7 +13,7 @@ from tests.nn.token_loop import covariance, gate_of, unit
 from torch import Tensor
 
 from ccq.nn import CurvatureConditionedQuery, ReadObservation
-from ccq.nn.read import StaticKeyStatistics
+from ccq.nn.read import PackableKeyStatistics, StaticKeyStatistics
 from ccq.ops import thin_linear
 
 HEADS, SIZE, TOKENS = 3, 4, 11
@@ -251,18 +251,20 @@ def test_statistics_that_may_be_overwritten_take_in_one_token_in_place(gate: str
     expected = read(q, k, presplit_query=presplit)
     with torch.no_grad():
         first = read(q[:, :-1], k[:, :-1], presplit_query=presplit[:, :-1]).statistics
-        before = StaticKeyStatistics(*(x.clone() for x in first))
-        static = StaticKeyStatistics(*first)
+        assert first is not None and isinstance(first, PackableKeyStatistics)
+        static = StaticKeyStatistics(*first.packed())
+        before = StaticKeyStatistics(*(x.clone() for x in static))
         last = {"q": q[:, -1:], "k": k[:, -1:], "presplit_query": presplit[:, -1:]}
         # A mask may say that a row has no token, so it takes the other way.
         masked = read(**last, statistics=static, mask=torch.ones(2, 1))
         assert all(torch.equal(a, b) for a, b in zip(static, before, strict=True))
         result = read(**last, statistics=static)
     assert all(a is b for a, b in zip(result.statistics, static, strict=True))
-    for got in (result, masked):
+    for got, last_statistics in ((result, result.statistics.unpacked()), (masked, masked.statistics)):
         assert_close("query", got.query, expected.query[:, -1:], 1e-12)
-        for name, a, b in zip(static._fields, got.statistics, expected.statistics, strict=True):
+        for name, a, b in zip(last_statistics._fields, last_statistics, expected.statistics, strict=True):
             assert_close(name, a, b, 1e-12)
+    kept = [x.clone() for x in before]
     recorded = read(**last, statistics=before)
-    assert all(a is not b for a, b in zip(recorded.statistics, before, strict=True)), "gradients need what was there"
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True)), "gradients need what was there"
     assert_close("query", recorded.query, expected.query[:, -1:], 1e-12)

@@ -50,10 +50,13 @@ def test_what_the_page_says_about_costs() -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Six heads of 256: a gate on 1536 channels; second moment, total and a count, in float32."""
+    """Six heads of 256: a gate on 1536 channels; second moment (one triangle where it is packed), total and a count, in
+    float32.
+    """
     rows = {row["name"]: row for row in describe_reads()}
     assert rows["ccq"]["parameters"] == 6 * (1536 + 1)
-    assert rows["ccq"]["state_bytes"] == 4 * 6 * (256 * 256 + 256) + 8
+    assert rows["ccq"]["state_bytes"] == 4 * 6 * (256 * 257 // 2 + 256) + 8
+    assert rows["exact"]["state_bytes"] == 4 * 6 * (256 * 256 + 256) + 8
     assert rows["ccq"]["operations_per_token"] == 4 * 6 * 256 * 256 + 2 * 6 * 1536
     assert rows["mesa"]["parameters"] == 6 * 256
     assert rows["query-weighted"]["state_bytes"] == 4 * 6 * 8 * (256 + 1)

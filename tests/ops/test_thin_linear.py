@@ -75,7 +75,6 @@ def test_the_kernels_are_the_formula(shape: tuple[int, ...], outputs: int, monke
     from ccq.ops.thin_linear import kernels
 
     monkeypatch.setattr(kernels, "WANTED_PROGRAMS", 4)  # several blocks a group, and several groups
-    monkeypatch.setattr(kernels, "FEW_ROWS", 100)  # some of the shapes on either side
     check(draw(*shape, outputs=outputs), dict.fromkeys(NAMES, 2e-6))
 
 

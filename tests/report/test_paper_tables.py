@@ -195,7 +195,7 @@ def test_efficiency_puts_benchmarks_trainings_and_comparisons_side_by_side(build
     assert (cell(found, bench, "prefill ms").text, cell(found, bench, "decode tokens/s").text) == ("200", "–")
     # 21 layers of 6 heads of 256 x 512 in float32.
     assert cell(found, bench, "state MiB").text == "63"
-    assert [cell(found, "gla+ccq, ccq bench model", c).text for c in found.columns] == ["–", "–", "–", "–", "95"]
+    assert [cell(found, "gla+ccq, ccq bench model", c).text for c in found.columns] == ["–", "–", "–", "–", "79"]
     assert [cell(found, "gla, ccq train", c).text for c in found.columns] == ["50.0", "4.00", "–", "–", "64"]
     assert "model.json: gla+ccq, gla, training step: left out (no room)" in found.lead
     compared = cell(found, "gla, ccq compare", "decode tokens/s", "demo (ccq compare)")

@@ -27,8 +27,8 @@ from ccq.models.cache import read_safetensors
 from ccq.models.configuration import BACKBONES, CCQConfig
 from ccq.models.intervention import read_steps
 from ccq.models.modeling import CCQPreTrainedModel, make_read
-from ccq.nn.read import CurvatureConditionedQuery, ReadStep, StaticKeyStatistics
-from ccq.ops.query import KeyStatistics, l2_normalize
+from ccq.nn.read import CurvatureConditionedQuery, PackableKeyStatistics, ReadStep, StaticKeyStatistics
+from ccq.ops.query import PackedKeyStatistics, l2_normalize
 
 try:
     from transformers.integrations.accelerate import force_accelerate_hooks
@@ -288,7 +288,7 @@ class _StatisticsLayer(LinearAttentionLayer):
     this one does not.
     """
 
-    statistics: KeyStatistics | None = None
+    statistics: PackedKeyStatistics | None = None
 
     @classmethod
     def of(cls, cache: Cache, index: int, rows: int) -> _StatisticsLayer:
@@ -315,7 +315,7 @@ class _StatisticsLayer(LinearAttentionLayer):
             )
         return layer
 
-    def lend(self, needed: bool) -> KeyStatistics | None:
+    def lend(self, needed: bool) -> StaticKeyStatistics | None:
         """The statistics for the next call, which may overwrite them."""
         if not needed or not self.has_previous_state[0]:
             return None
@@ -326,11 +326,13 @@ class _StatisticsLayer(LinearAttentionLayer):
             )
         return StaticKeyStatistics(*self.statistics)
 
-    def keep(self, new: KeyStatistics | None) -> None:
+    def keep(self, new: PackableKeyStatistics | PackedKeyStatistics | None) -> None:
         """Take over the statistics after a call: in place, except while gradients are recorded."""
         old = self.statistics
+        if isinstance(new, PackableKeyStatistics):
+            new = new.packed()
         if new is None or old is None or any(x.requires_grad for x in (*new, *old)):
-            self.statistics = None if new is None else KeyStatistics(*map(_with_static_address, new))
+            self.statistics = None if new is None else PackedKeyStatistics(*map(_with_static_address, new))
             return
         for x, y in zip(old, new, strict=True):
             if x is not y:
@@ -370,7 +372,7 @@ class _StatisticsLayer(LinearAttentionLayer):
             for i, x in states.items():
                 states[i] = None if x is None else _with_static_address(change(x))
         if self.statistics is not None:
-            self.statistics = KeyStatistics(*(_with_static_address(change(x)) for x in self.statistics))
+            self.statistics = PackedKeyStatistics(*(_with_static_address(change(x)) for x in self.statistics))
 
 
 def _with_static_address(x: Tensor) -> Tensor:

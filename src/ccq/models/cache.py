@@ -29,13 +29,13 @@ from ccq.nn.mixers.common import (
     state_from_tensors,
     state_tensors,
 )
-from ccq.nn.read import StaticKeyStatistics
-from ccq.ops.query import KeyStatistics
+from ccq.nn.read import PackableKeyStatistics, StaticKeyStatistics
+from ccq.ops.query import PackedKeyStatistics
 
 if TYPE_CHECKING:
     from ccq.models.modeling import CCQPreTrainedModel
 
-STATE_FORMAT = "ccq-state/2"
+STATE_FORMAT = "ccq-state/3"
 
 CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What the installed transformers calls a cache in arguments and outputs; the second is its older name."""
@@ -81,12 +81,14 @@ class StateLayer:
         if not isinstance(self.state, MixerState):
             return self.state
         memory, statistics, convolution = self.state
-        if isinstance(statistics, KeyStatistics):
+        if isinstance(statistics, PackedKeyStatistics):
             statistics = StaticKeyStatistics(*statistics)
         return OverwritableState(memory, statistics, convolution)
 
     def update(self, new: LayerState) -> None:
-        """Take over the state after a call."""
+        """Take over the state after a call, packed where its read step can take it so."""
+        if isinstance(new, MixerState) and isinstance(new.statistics, PackableKeyStatistics):
+            new = new._replace(statistics=new.statistics.packed())
         if self.state is None:
             self._adopt(new)
             return

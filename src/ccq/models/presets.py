@@ -103,7 +103,7 @@ def _values(arm: str, scale: str) -> dict[str, Any]:
 
 def _wide(backbone: str, scale: str) -> dict[str, Any]:
     """The control for what a read step's own state is worth: the backbone with values larger by the key size, which
-    is as much state as the second moments, and a SwiGLU smaller by as many parameters as that costs.
+    is as much state as the (whole) second moments, and a SwiGLU smaller by as many parameters as that costs.
     """
     sizes = _values(backbone, scale)
     size = sizes["head_dim"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from ccq.ops.l2_norm import l2_norm
 from ccq.ops.layout import positions
 from ccq.ops.query import (
     KeyStatistics,
+    LinearGate,
+    PackedKeyStatistics,
     curvature_conditioned_query_and_keys,
     l2_normalize,
     update_and_read_,
@@ -55,12 +57,21 @@ class QueryInParts(NamedTuple):
     """[B, T, H, D], same dtype"""
 
 
-class StaticKeyStatistics(KeyStatistics):
-    """Key statistics whose owner, such as a cache, lets them be overwritten.
+class PackableKeyStatistics(KeyStatistics):
+    """Key statistics of a read step that takes them as `PackedKeyStatistics` too, which is how a cache keeps them."""
+
+    __slots__ = ()
+
+    def packed(self) -> PackedKeyStatistics:
+        return PackedKeyStatistics.of(self)
+
+
+class StaticKeyStatistics(PackedKeyStatistics):
+    """Packed key statistics whose owner, such as a cache, lets them be overwritten.
 
     A read step that is given them for one token, without a mask and without gradients, updates them in place and
-    returns them, instead of new ones: nothing of D x D is copied, and the addresses stay. Not those that gradients
-    reach back through: the backward pass still needs their values.
+    returns them, instead of new ones: nothing is copied, and the addresses stay. Not those that gradients reach back
+    through: the backward pass still needs their values.
     """
 
     __slots__ = ()
@@ -169,7 +180,8 @@ class ReadStep(nn.Module):
         if not self.keeps_statistics:
             return 0
         state = self.initial_statistics(1, dtype=torch.float32, device="meta")
-        return sum(x.numel() * x.element_size() for x in state)
+        kept = state.packed() if isinstance(state, PackableKeyStatistics) else state
+        return sum(x.numel() * x.element_size() for x in kept)
 
     @property
     def operations_per_token(self) -> int:
@@ -326,14 +338,21 @@ class GatedReadStep(ReadStep):
             if presplit_query is None:
                 gate, flat = thin_linear_and_input(q.flatten(2), self.gate_weight, self.gate_bias, sigmoid=True)
                 q = flat.view(q.shape)
-            elif presplit_query.shape == (*q.shape[:2], self.num_heads * self.head_dim):
-                gate = thin_linear(presplit_query, self.gate_weight, self.gate_bias, sigmoid=True)
             else:
-                raise ValueError(
-                    f"presplit_query must have shape [B, T, H * D] = {[*q.shape[:2], self.num_heads * self.head_dim]}, "
-                    f"got {list(presplit_query.shape)}"
-                )
+                inputs = self._gate_inputs(q, presplit_query)
+                gate = thin_linear(inputs, self.gate_weight, self.gate_bias, sigmoid=True)
             return self.gate_scale.to(dtype) * gate if self.gate == "attached" else gate, q
+
+    def _gate_inputs(self, q: Tensor, presplit_query: Tensor | None) -> Tensor:
+        """[B, T, H * D], of a gate that is a linear map of the query before the head split."""
+        shape = (*q.shape[:2], self.num_heads * self.head_dim)
+        if presplit_query is None:
+            return q.reshape(shape)
+        if presplit_query.shape != shape:
+            raise ValueError(
+                f"presplit_query must have shape [B, T, H * D] = {list(shape)}, got {list(presplit_query.shape)}"
+            )
+        return presplit_query
 
     def configured_gate(self, observed: float) -> float:
         """The `gate` of a configuration that fixes lambda at what an observer sees as `observed`."""
@@ -414,21 +433,22 @@ class CurvatureConditionedQuery(GatedReadStep):
         *,
         presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
-        statistics: KeyStatistics | None = None,
+        statistics: KeyStatistics | PackedKeyStatistics | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         normalized: Normalized = False,
     ) -> ReadResult:
-        """As `ReadStep.forward`; the state is the key statistics. With `normalized`, as with `keep_length`, lambda = 0
-        gives q bit for bit.
+        """As `ReadStep.forward`; the state is the key statistics, packed or not. With `normalized`, as with
+        `keep_length`, lambda = 0 gives q bit for bit.
         """
         if not self.enabled:
             return ReadResult(self._query_before(q, normalized), None)
-        strength, q = self._strength(
-            q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
-        )
-        lam = self._multiplied(strength, q)
-        in_place = (
+        options: dict[str, Any] = {
+            "normalize": self._normalize(normalized),
+            "centred": self.centred,
+            "return_correction": self.observer is not None,
+        }
+        overwrites = (
             isinstance(statistics, StaticKeyStatistics)
             and q.shape[1] == 1
             and mask is None
@@ -436,20 +456,43 @@ class CurvatureConditionedQuery(GatedReadStep):
             and not torch.is_grad_enabled()
             and not any(field.requires_grad for field in statistics)
         )
-        options: dict[str, Any] = {
-            "statistics": statistics,
-            "normalize": self._normalize(normalized),
-            "centred": self.centred,
-            "return_correction": self.observer is not None,
-        }
-        keys = None
-        if in_place:
-            result = update_and_read_(q, k, lam, **options)
+        linear = self._linear_gate(q, presplit_query) if overwrites else None
+        if linear is not None:
+            done = update_and_read_(q, k, linear, cast(PackedKeyStatistics, statistics), **options)
+            return ReadResult(done.query, done.statistics)
+        strength, q = self._strength(
+            q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
+        )
+        lam = self._multiplied(strength, q)
+        if overwrites:
+            done = update_and_read_(q, k, lam, cast(PackedKeyStatistics, statistics), **options)
+            result, correction = ReadResult(done.query, done.statistics), done.correction
         else:
-            result, keys = curvature_conditioned_query_and_keys(q, k, lam, cu_seqlens=cu_seqlens, mask=mask, **options)
-        if result.correction is not None:
-            self._observe(q, lam, result.correction, mask, normalized)
-        return ReadResult(result.query, result.statistics, keys)
+            if isinstance(statistics, PackedKeyStatistics):
+                statistics = statistics.unpacked()
+            options |= {"statistics": statistics, "cu_seqlens": cu_seqlens, "mask": mask}
+            (query, correction, new), keys = curvature_conditioned_query_and_keys(q, k, lam, **options)
+            result = ReadResult(query, PackableKeyStatistics(*new), keys)
+        if correction is not None:
+            self._observe(q, lam, correction, mask, normalized)
+        return result
+
+    def _linear_gate(self, q: Tensor, presplit_query: Tensor | None) -> LinearGate | None:
+        """The gate, for the kernel that reads to compute it; None where lambda is anything else than `gate_and_query`
+        has it for a linear form, or somebody asks to see it.
+        """
+        decides = getattr(self.gate_and_query, "__func__", None) is GatedReadStep.gate_and_query
+        if not decides or self.gate not in ("presplit", "attached"):
+            return None
+        if self.factors is not None or self.table is not None or self.observer is not None:
+            return None
+        scale = self.gate_scale if self.gate == "attached" else None
+        return LinearGate(self._gate_inputs(q, presplit_query), self.gate_weight, self.gate_bias, scale)
+
+    def initial_statistics(
+        self, sequences: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> PackableKeyStatistics:
+        return PackableKeyStatistics(*super().initial_statistics(sequences, dtype=dtype, device=device))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, centred={self.centred}"

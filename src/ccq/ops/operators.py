@@ -10,6 +10,7 @@ In a compiled model there is no difference.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, library
 from torch.autograd import forward_ad
 
 NAMESPACE = "ccq"
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+"""Whether operators can have kernels in Triton."""
 _library = library.Library(NAMESPACE, "FRAGMENT")
 _DEVICES = ("CPU", "CUDA")
 

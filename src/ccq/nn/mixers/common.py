@@ -16,11 +16,13 @@ from torch import Tensor
 from ccq.nn.conv import ShortConvolution, convolve_token_
 from ccq.nn.read import QueryInParts, ReadStep
 from ccq.ops.checks import check_input, check_sequences
-from ccq.ops.query import KeyStatistics
+from ccq.ops.query import KeyStatistics, PackedKeyStatistics
 from ccq.ops.reads import DecayedKeyStatistics, DecayedSecondMoment, KeyMean, LandmarkStatistics
 from ccq.ops.write_rule import WriteRuleResult
 
-ReadStatistics = KeyStatistics | KeyMean | DecayedKeyStatistics | DecayedSecondMoment | LandmarkStatistics
+ReadStatistics = (
+    PackedKeyStatistics | KeyStatistics | KeyMean | DecayedKeyStatistics | DecayedSecondMoment | LandmarkStatistics
+)
 """The states of read steps."""
 
 
@@ -73,8 +75,18 @@ class MixerOutput(NamedTuple):
 
 
 def map_state(state: AnyState, change: Callable[[Tensor], Tensor]) -> AnyState:
-    """The state with `change` applied to each of its tensors: to repeat, select, move or copy its sequences."""
-    return state_from_tensors({name: change(x) for name, x in state_tensors(state).items()})  # type: ignore[return-value]
+    """The state with `change` applied to each of its tensors: to repeat, select, move or copy its sequences. What comes
+    of a state that may be overwritten is nobody's, and may not.
+    """
+    if isinstance(state, AttentionState):
+        return AttentionState(*map(change, state))
+    statistics, convolution = state.statistics, state.convolution
+    if statistics is not None:
+        kind = PackedKeyStatistics if isinstance(statistics, PackedKeyStatistics) else type(statistics)
+        statistics = kind(*map(change, statistics))
+    return MixerState(
+        change(state.memory), statistics, None if convolution is None else tuple(map(change, convolution))
+    )
 
 
 def state_tensors(state: LayerState) -> dict[str, Tensor]:
@@ -88,15 +100,20 @@ def state_tensors(state: LayerState) -> dict[str, Tensor]:
 
 
 def state_from_tensors(tensors: Mapping[str, Tensor]) -> LayerState:
-    """The inverse of `state_tensors`. Raises KeyError with the name of a tensor that is not there."""
+    """The inverse of `state_tensors`. Raises KeyError with the name of a tensor that is not there, or with those of
+    which there must be one.
+    """
     if "memory" not in tensors and "keys" in tensors:
         return AttentionState(*(tensors[name] for name in AttentionState._fields))
     statistics = convolution = None
     fields = {name.removeprefix("statistics.") for name in tensors if name.startswith("statistics.")}
     if fields:
-        # No two kinds have the same names; where one is missing, the first kind that would have it says so.
-        kinds = sorted(get_args(ReadStatistics), key=lambda kind: fields != set(kind._fields))
-        kind = next((kind for kind in kinds if fields <= set(kind._fields)), KeyStatistics)
+        # No two kinds have the same names.
+        kinds = [kind for kind in get_args(ReadStatistics) if fields <= set(kind._fields)] or [KeyStatistics]
+        kind = next((kind for kind in kinds if fields == set(kind._fields)), None)
+        if kind is None:
+            lacking = (f"statistics.{name}" for kind in kinds for name in kind._fields if name not in fields)
+            raise KeyError(" or ".join(dict.fromkeys(lacking)))
         statistics = kind(*(tensors[f"statistics.{name}"] for name in kind._fields))
     convolutions = sum(name.startswith("convolution.") for name in tensors)
     if convolutions:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ccq.nn.read import CurvatureConditionedQuery, Normalized, ReadResult
-from ccq.ops.query import KeyStatistics
+from ccq.ops.query import KeyStatistics, PackedKeyStatistics
 
 SEED = 0
 
@@ -44,7 +44,7 @@ class RandomRead(CurvatureConditionedQuery):
         *,
         presplit_query: Tensor | None = None,
         log_decay: Tensor | None = None,
-        statistics: KeyStatistics | None = None,
+        statistics: KeyStatistics | PackedKeyStatistics | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         normalized: Normalized = False,

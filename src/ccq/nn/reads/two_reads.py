@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ccq.nn.read import CurvatureConditionedQuery, Normalized, QueryInParts, ReadResult
+from ccq.nn.read import GatedReadStep, Normalized, QueryInParts, ReadResult
 from ccq.ops.query import KeyStatistics
 from ccq.ops.reads import query_in_parts
 
 
-class TwoReads(CurvatureConditionedQuery):
+class TwoReads(GatedReadStep):
     """The Curvature-Conditioned Query as a `QueryInParts`."""
 
     def forward(

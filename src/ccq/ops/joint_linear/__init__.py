@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import needs_gradient
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.fused import TRITON_INSTALLED
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 
 MAX_VECTORS = 16
 """The most vectors of the kernels. The products of matrix units have 16 rows, and 8 vectors were measured."""

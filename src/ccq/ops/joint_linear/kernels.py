@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.early_launch import early_launch, follow
+
 
 class Launch(NamedTuple):
     outputs: int
@@ -66,7 +68,9 @@ def _joint_kernel(
     BR: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     tile = tl.program_id(0)
     for i in tl.static_range(len(SIZES)):
         tiles = (SIZES[i] + BN - 1) // BN
@@ -77,8 +81,19 @@ def _joint_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
-    x, gate, weight, y, rows, K: tl.constexpr, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    x,
+    gate,
+    weight,
+    y,
+    rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     row, output = tl.arange(0, BR), tl.program_id(0) * BN + tl.arange(0, BN)
     line = output.to(tl.int64)
     b_g, b_y = tl.zeros((BR, BN), tl.float32), tl.zeros((BR, BN), tl.float32)
@@ -105,6 +120,7 @@ def joint(x: Tensor, weights: Sequence[Tensor], wide: int) -> list[Tensor]:
     _joint_kernel[(sum(triton.cdiv(each, JOINT.outputs) for each in sizes),)](
         x, tuple(weights), tuple(outputs), rows, K=size, SIZES=sizes, BR=max(16, triton.next_power_of_2(rows)),
         BN=JOINT.outputs, BK=JOINT.inputs, num_warps=JOINT.warps, num_stages=JOINT.stages,
+        **early_launch(x.device),
     )  # fmt: skip
     return outputs
 
@@ -116,5 +132,6 @@ def gated(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     _gated_kernel[(triton.cdiv(len(weight), GATED.outputs),)](
         x, gate, weight, y, rows, K=size, N=len(weight), BR=max(16, triton.next_power_of_2(rows)),
         BN=GATED.outputs, BK=GATED.inputs, num_warps=GATED.warps, num_stages=GATED.stages,
+        **early_launch(x.device),
     )  # fmt: skip
     return y

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype, needs_gradient
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.fused import TRITON_INSTALLED
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 
 MAX_VECTORS = 16
 """The most vectors for which the linear map is part of the kernel."""

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.early_launch import early_launch, follow
+
 NUMBERS = 1024
 """Of a program."""
 CHANNELS = 128
@@ -43,8 +45,18 @@ def _backward_kernel(dy, x, dx, count, normalizer, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _low_rank_kernel(
-    x, weight, bias, y, normalizer, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr
+    x,
+    weight,
+    bias,
+    y,
+    normalizer,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     channel, column = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BK)
     vector = tl.program_id(1).to(tl.int64)
     b_x = tl.load(x + vector * K + column, mask=column < K, other=0.0)
@@ -58,7 +70,19 @@ def _low_rank_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _delta_kernel(steps, strengths, a_log, bias, log_decay, beta, count, H: tl.constexpr, NUMBERS: tl.constexpr):
+def _delta_kernel(
+    steps,
+    strengths,
+    a_log,
+    bias,
+    log_decay,
+    beta,
+    count,
+    H: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    follow(EARLY)
     where = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside, head = where < count, where % H
     b_z = tl.load(steps + where, mask=inside, other=0.0).to(tl.float32)
@@ -94,8 +118,9 @@ def low_rank(x: Tensor, weight: Tensor, bias: Tensor, normalizer: float) -> Tens
     channels = len(weight)
     y = x.new_empty((vectors, channels), dtype=torch.float32)
     _low_rank_kernel[(triton.cdiv(channels, CHANNELS), vectors)](
-        x, weight, bias, y, float(normalizer), K=size, C=channels, BK=triton.next_power_of_2(size), BC=CHANNELS
-    )
+        x, weight, bias, y, float(normalizer), K=size, C=channels, BK=triton.next_power_of_2(size), BC=CHANNELS,
+        **early_launch(x.device),
+    )  # fmt: skip
     return y
 
 
@@ -103,6 +128,7 @@ def delta(steps: Tensor, strengths: Tensor, a_log: Tensor, bias: Tensor) -> tupl
     """steps, strengths [R, H], a_log, bias [H], all contiguous -> log decay and beta [R, H] float32."""
     log_decay, beta = (torch.empty_like(steps, dtype=torch.float32) for _ in range(2))
     _delta_kernel[(triton.cdiv(steps.numel(), NUMBERS),)](
-        steps, strengths, a_log, bias, log_decay, beta, steps.numel(), H=len(a_log), NUMBERS=NUMBERS, num_warps=4
-    )
+        steps, strengths, a_log, bias, log_decay, beta, steps.numel(), H=len(a_log), NUMBERS=NUMBERS,
+        num_warps=4, **early_launch(steps.device),
+    )  # fmt: skip
     return log_decay, beta

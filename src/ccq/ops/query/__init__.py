@@ -12,21 +12,30 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import check_backend, check_input, check_sequences
+from ccq.ops.operators import TRITON_INSTALLED
 from ccq.ops.query.arguments import check_gate, check_normalize, check_query_dtype
 from ccq.ops.query.chunked import chunked_curvature_conditioned_query
 from ccq.ops.query.fused import (
-    TRITON_INSTALLED,
     fused_curvature_conditioned_query,
     fused_update_and_read_,
     is_supported,
 )
+from ccq.ops.query.gate import LinearGate, check_linear_gate
 from ccq.ops.query.reference import curvature_conditioned_query_reference, l2_normalize
-from ccq.ops.query.statistics import KeyStatistics, check_statistics
+from ccq.ops.query.statistics import (
+    KeyStatistics,
+    PackedKeyStatistics,
+    check_packed_statistics,
+    check_statistics,
+)
 
 __all__ = [
     "BACKENDS",
     "CurvatureConditionedQueryResult",
     "KeyStatistics",
+    "LinearGate",
+    "PackedKeyStatistics",
+    "UpdateAndReadResult",
     "curvature_conditioned_query",
     "curvature_conditioned_query_and_keys",
     "l2_normalize",
@@ -205,49 +214,68 @@ def curvature_conditioned_query_and_keys(
         return result, k
 
 
+class UpdateAndReadResult(NamedTuple):
+    """What `update_and_read_` returns."""
+
+    query: Tensor
+    """[N, 1, H, D], as in `CurvatureConditionedQueryResult`."""
+    correction: Tensor | None
+    """[N, 1, H, D], as there."""
+    statistics: PackedKeyStatistics
+    """The argument, with the token in it."""
+
+
 def update_and_read_(
     q: Tensor,
     k: Tensor,
-    gate: Tensor | float,
-    statistics: KeyStatistics,
+    gate: Tensor | float | LinearGate,
+    statistics: PackedKeyStatistics,
     *,
     normalize: bool | str = True,
     centred: bool = True,
     return_correction: bool = False,
     query_dtype: torch.dtype | None = None,
     backend: str = "auto",
-) -> CurvatureConditionedQueryResult:
+) -> UpdateAndReadResult:
     """One token of every sequence for decoding, with `statistics` overwritten instead of returned anew.
 
-    The addresses of the statistics stay the same, so that a CUDA graph can replay the call; and nothing is allocated
-    for them. Otherwise it equals `curvature_conditioned_query` with T = 1, but knows no gradients.
+    The addresses of the statistics stay the same, so that a CUDA graph can replay the call; nothing is allocated for
+    them, and of the second moment one triangle is kept and moved. Otherwise it equals `curvature_conditioned_query`
+    with T = 1, but knows no gradients.
 
     Args:
         q: [N, 1, H, D] queries; float64, float32, float16 or bfloat16.
         k: [N, 1, H, D] keys, same dtype and device.
-        gate: [N, 1, H] in any floating-point dtype, or one number.
-        statistics: of the keys before this call; contiguous tensors.
+        gate: [N, 1, H] in any floating-point dtype, or one number, or a `LinearGate`, which the kernels of "triton"
+            compute along with the query.
+        statistics: of the keys before this call, `PackedKeyStatistics.of` those that `curvature_conditioned_query`
+            returned; contiguous tensors.
         normalize, centred, return_correction, query_dtype, backend: as in `curvature_conditioned_query`.
 
     Returns:
-        CurvatureConditionedQueryResult(query, correction, statistics), the last being the argument.
+        UpdateAndReadResult(query, correction, statistics), the last being the argument.
 
     Raises:
         TypeError, ValueError: as `curvature_conditioned_query`; on more or fewer tokens than one; on statistics that
-            are not contiguous; if an input requires a gradient while gradients are recorded.
+            are not packed or not contiguous; if an input requires a gradient while gradients are recorded.
         ImportError, RuntimeError: as `curvature_conditioned_query`.
     """
     check_backend(backend, BACKENDS)
     check_input("q", q, ("N", 1, "H", "D"))
     check_input("k", k, tuple(q.shape), q)
-    gate = check_gate(gate, q)
+    if isinstance(gate, LinearGate):
+        check_linear_gate(gate, q)
+    else:
+        gate = check_gate(gate, q)
     query_dtype = check_query_dtype(query_dtype, q)
     unit_queries, unit_keys = check_normalize(normalize)
-    check_statistics(statistics, q.shape[0], q)
-    for name, field in zip(KeyStatistics._fields, statistics, strict=True):
+    check_packed_statistics(statistics, q.shape[0], q)
+    for name, field in zip(statistics._fields, statistics, strict=True):
         if not field.is_contiguous():
             raise ValueError(f"statistics.{name} must be contiguous to be overwritten, got strides {field.stride()}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, gate, *statistics)):
+    of_the_gate = gate if isinstance(gate, LinearGate) else (gate,)
+    given = (q, k, *statistics, *(x for x in of_the_gate if x is not None))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise ValueError(
             "update_and_read_ overwrites the statistics and knows no gradients; call it under torch.no_grad(), or "
             "take curvature_conditioned_query"
@@ -264,21 +292,21 @@ def update_and_read_(
             return_correction=return_correction,
             query_dtype=query_dtype,
         )
-        return CurvatureConditionedQueryResult(query, correction, statistics)
-    result = curvature_conditioned_query(
+        return UpdateAndReadResult(query, correction, statistics)
+    query, correction, last = curvature_conditioned_query(
         q,
         k,
-        gate,
-        statistics=statistics,
+        gate.value() if isinstance(gate, LinearGate) else gate,
+        statistics=statistics.unpacked(),
         normalize=normalize,
         centred=centred,
         return_correction=return_correction,
         query_dtype=query_dtype,
         backend=backend,
     )
-    for field, new in zip(statistics, result.statistics, strict=True):
+    for field, new in zip(statistics, PackedKeyStatistics.of(last), strict=True):
         field.copy_(new)
-    return result._replace(statistics=statistics)
+    return UpdateAndReadResult(query, correction, statistics)
 
 
 def _choose(backend: str, q: Tensor) -> str:

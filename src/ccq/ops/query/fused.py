@@ -8,12 +8,11 @@ correction that was not asked for is an empty tensor.
 | ccq::read_step | the read step over any number of tokens, differentiable |
 | ccq::read_step_backward | its gradients |
 | ccq::read_token | one token of every sequence, new statistics |
-| ccq::read_token_ | the same, statistics overwritten: their addresses stay, as CUDA graphs want it |
+| ccq::read_token_ | the same, packed statistics overwritten: their addresses stay, as CUDA graphs want it |
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
@@ -22,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.statistics import KeyStatistics
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
+from ccq.ops.query.gate import LinearGate
+from ccq.ops.query.statistics import KeyStatistics, PackedKeyStatistics
 
-TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_SIZE = 256
 """The largest D of the kernels."""
 
@@ -324,7 +323,7 @@ def read_token(
         done = step.read_token(
             *_contiguous(q, k, gate, second_moment, total, count),
             unit_queries=unit_queries, unit_keys=unit_keys, centred=centred, return_correction=return_correction,
-            wide=wide, in_place=False,
+            wide=wide,
         )  # fmt: skip
     correction = done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
     return done.query, correction, done.second_moment, done.total, done.count
@@ -351,14 +350,17 @@ def _(
 
 @custom_operator(
     "read_token_",
-    schema=f"({_INPUTS}Tensor(a!) second_moment, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}{_RESULTS})"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor gate, Tensor? weight, Tensor? bias, Tensor? scale, "
+    f"Tensor(a!) triangle, Tensor(b!) total, Tensor(c!) count, {_OPTIONS}{_RESULTS}) -> (Tensor, Tensor)",
 )
 def read_token_(
     q: Tensor,
     k: Tensor,
     gate: Tensor,
-    second_moment: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    triangle: Tensor,
     total: Tensor,
     count: Tensor,
     unit_queries: bool,
@@ -367,31 +369,26 @@ def read_token_(
     return_correction: bool,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `read_token`, but the (contiguous) statistics are overwritten."""
+    """Query and correction as `read_token`, of packed (contiguous) statistics that are overwritten. With a weight the
+    gate is the inputs of a `LinearGate`.
+    """
     step = _step(q)
     with torch.cuda.device_of(q):
-        done = step.read_token(
-            *_contiguous(q, k, gate), second_moment, total, count,
-            unit_queries=unit_queries, unit_keys=unit_keys, centred=centred, return_correction=return_correction,
-            wide=wide, in_place=True,
+        q, k, gate = _contiguous(q, k, gate)
+        linear = None
+        if weight is not None and bias is not None:
+            scale = None if scale is None else scale.contiguous()
+            linear = LinearGate(gate, weight.contiguous(), bias.contiguous(), scale)
+        query, correction = step.update_and_read_token(
+            q, k, gate if linear is None else linear, triangle, total, count, unit_queries=unit_queries,
+            unit_keys=unit_keys, centred=centred, return_correction=return_correction, wide=wide,
         )  # fmt: skip
-    return done.query, done.correction if return_correction else q.new_empty(0, dtype=torch.float32)
+    return query, q.new_empty(0, dtype=torch.float32) if correction is None else correction
 
 
 @read_token_.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    gate: Tensor,
-    second_moment: Tensor,
-    total: Tensor,
-    count: Tensor,
-    unit_queries: bool,
-    unit_keys: bool,
-    centred: bool,
-    return_correction: bool,
-    wide: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return_correction, wide = options[-2:]
     correction = q.new_empty(q.shape if return_correction else 0, dtype=torch.float32)
     return q.new_empty(q.shape, dtype=torch.float32 if wide else q.dtype), correction
 
@@ -437,8 +434,8 @@ def fused_curvature_conditioned_query(
 def fused_update_and_read_(
     q: Tensor,
     k: Tensor,
-    gate: Tensor,
-    statistics: KeyStatistics,
+    gate: Tensor | LinearGate,
+    statistics: PackedKeyStatistics,
     *,
     unit_queries: bool,
     unit_keys: bool,
@@ -448,7 +445,7 @@ def fused_update_and_read_(
 ) -> tuple[Tensor, Tensor | None]:
     """One token, q and k [N, 1, H, D], with the statistics overwritten."""
     check_supported(q)
-    query, correction = torch.ops.ccq.read_token_(
-        q, k, gate, *statistics, unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype
-    )
+    gate_and_map = gate if isinstance(gate, LinearGate) else (gate, None, None, None)
+    options = (unit_queries, unit_keys, centred, return_correction, query_dtype != q.dtype)
+    query, correction = torch.ops.ccq.read_token_(q, k, *gate_and_map, *statistics, *options)
     return query, correction if return_correction else None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import check_input, check_sequences
+from ccq.ops.operators import TRITON_INSTALLED
 from ccq.ops.query.arguments import check_normalize, check_query_dtype
-from ccq.ops.query.fused import MAX_SIZE, TRITON_INSTALLED, check_supported, is_supported
+from ccq.ops.query.fused import MAX_SIZE, check_supported, is_supported
 
 
 def choose_backend(backend: str, q: Tensor, max_size: int = MAX_SIZE) -> str:

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.fused import TRITON_INSTALLED
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 
 MAX_SIZE = 16_384
 """The largest E of the kernels, which hold a vector in registers."""
@@ -158,8 +157,8 @@ add_forward.register_autograd(_add_backward, setup_context=_add_setup_context)
 
 def _lowered(dtype: torch.dtype, device: str) -> torch.dtype:
     """What linear maps round an input of `dtype` to. Autocast leaves float64 alone."""
-    knows = torch.amp.is_autocast_available(device)  # not the meta device
-    lowers = knows and torch.is_autocast_enabled(device) and dtype != torch.float64
+    # Autocast does not know the meta device, and torch 2.11 cannot trace the question which devices it knows.
+    lowers = device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64
     return torch.get_autocast_dtype(device) if lowers else dtype
 
 

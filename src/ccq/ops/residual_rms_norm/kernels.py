@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.early_launch import early_launch, follow
+
 WARPS = 8
 PROGRAMS = 528
 """P: four for each processor of an H200; half as many take a quarter longer, more are no faster."""
@@ -21,8 +23,19 @@ PROGRAMS = 528
 
 @triton.jit
 def _forward_kernel(
-    x, branch, weight, y, total, reciprocal, eps, E: tl.constexpr, BE: tl.constexpr, BRANCH: tl.constexpr
+    x,
+    branch,
+    weight,
+    y,
+    total,
+    reciprocal,
+    eps,
+    E: tl.constexpr,
+    BE: tl.constexpr,
+    BRANCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     vector = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BE)
     at, fits = vector * E + column, column < E
@@ -86,6 +99,7 @@ def forward(
     _forward_kernel[(vectors,)](
         x, x if branch is None else branch, weight, y, total, reciprocal, eps,
         E=size, BE=triton.next_power_of_2(size), BRANCH=branch is not None, num_warps=WARPS,
+        **early_launch(x.device),
     )  # fmt: skip
     return y, total, reciprocal
 

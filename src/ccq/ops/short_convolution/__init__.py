@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.fused import TRITON_INSTALLED
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 
 MAX_KERNEL_SIZE = 8
 """The largest W of the kernels."""

@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.early_launch import early_launch, follow
+
 
 class Launch(NamedTuple):
     """How a kernel is launched."""
@@ -234,8 +236,9 @@ def _token(x, weight, state, y, n, tile, C: tl.constexpr, W: tl.constexpr, BC: t
 
 
 @triton.jit
-def _token_kernel(xs, weights, states, ys, SIZES: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
+def _token_kernel(xs, weights, states, ys, SIZES: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr):
     """Of several convolutions with SIZES channels each."""
+    follow(EARLY)
     tile, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     for i in tl.static_range(len(SIZES)):
         tiles = (SIZES[i] + BC - 1) // BC
@@ -317,4 +320,5 @@ def token(xs: Sequence[Tensor], weights: Sequence[Tensor], states: Sequence[Tens
     _token_kernel[(sum(triton.cdiv(size, TOKEN_CHANNELS) for size in sizes), len(xs[0]))](
         tuple(xs), tuple(weights), tuple(states), tuple(ys),
         SIZES=sizes, W=weights[0].shape[1], BC=TOKEN_CHANNELS, num_warps=4,
+        **early_launch(xs[0].device),
     )  # fmt: skip

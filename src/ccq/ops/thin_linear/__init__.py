@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.fused import TRITON_INSTALLED
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 
 MAX_OUTPUTS = 64
 """The largest H of the kernels."""

@@ -25,9 +25,6 @@ COLUMNS = 128
 """BE"""
 ROWS = {"forward": 32, "input": 64, "weight": 64}
 """BR"""
-FEW_ROWS = 512
-FEW = {"BR": 16, "BE": 256}
-"""Forward, for so few rows as decoding has: 12 steps of `COLUMNS` one after the other would take 5 us."""
 WANTED_PROGRAMS = 528
 """For dW: four for each processor of an H200; half and twice as many are as fast."""
 
@@ -146,11 +143,10 @@ def _sizes(x: Tensor, weight: Tensor) -> dict[str, Any]:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sigmoid: bool) -> Tensor:
     rows = len(x)
     y = x.new_empty((rows, len(weight)), dtype=torch.float32)
-    sizes = {"BR": ROWS["forward"], **_sizes(x, weight), **(FEW if rows <= FEW_ROWS else {})}
     # A pointer that a kernel does not use must still be one.
-    _forward_kernel[(triton.cdiv(rows, sizes["BR"]),)](
+    _forward_kernel[(triton.cdiv(rows, ROWS["forward"]),)](
         x, weight, weight if bias is None else bias, y, rows,
-        BIAS=bias is not None, SIGMOID=sigmoid, num_warps=4, num_stages=3 if rows <= FEW_ROWS else 4, **sizes,
+        BR=ROWS["forward"], BIAS=bias is not None, SIGMOID=sigmoid, num_warps=4, num_stages=4, **_sizes(x, weight),
     )  # fmt: skip
     return y
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ccq.ops.checks import needs_gradient
-from ccq.ops.operators import custom_operator
-from ccq.ops.query.fused import TRITON_INSTALLED
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 from ccq.ops.write_rule import WriteRuleResult
 
 MAX_SIZE = 256

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ccq.ops.early_launch import early_launch, follow
+
 COLUMNS = 16
 """BV"""
 WARPS = 4
@@ -45,8 +47,10 @@ def _token_kernel(
     BV: tl.constexpr,
     CHANNELS: tl.constexpr,
     DELTA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """With CHANNELS a decay for each key channel. SHARE heads have a key and a query in common, H / G."""
+    follow(EARLY)
     blocks: tl.constexpr = (V + BV - 1) // BV
     head = tl.program_id(0).to(tl.int64) // blocks
     group = head // SHARE
@@ -90,6 +94,6 @@ def write_token(
     _token_kernel[(sequences * heads * triton.cdiv(value_size, COLUMNS),)](
         q, k, v, log_decay, log_decay if beta is None else beta, state, output, new, scale,
         SHARE=heads // groups, D=size, V=value_size, BD=max(16, triton.next_power_of_2(size)), BV=COLUMNS,
-        CHANNELS=log_decay.ndim == 4, DELTA=beta is not None, num_warps=WARPS,
+        CHANNELS=log_decay.ndim == 4, DELTA=beta is not None, num_warps=WARPS, **early_launch(q.device),
     )  # fmt: skip
     return output, new

@@ -1,0 +1,35 @@
+"""Kernels that start while the one before them ends (CUDA's programmatic dependent launch).
+
+A step of decoding is hundreds of kernels of a few microseconds each, and a good part of that goes to starting: code and
+arguments are fetched, programs spread over the card. A kernel launched by `early_launch` does that beside the one
+before it, and then waits for its end: `follow` must come before anything that it reads or writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def follow(EARLY: tl.constexpr):
+    """Waits for the kernels before this one, and lets the next one start."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch of a kernel with a parameter EARLY that calls `follow`: needs compute capability 9.0."""
+    if device.type != "cuda" or not _is_known(device.index):
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+@functools.cache
+def _is_known(index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
