@@ -24,8 +24,12 @@ SHAPES = [
     ((16, 1), 300, (65, 7)),
     ((2, 4), 129, (31, 64, 5, 16)),
     ((8,), 1, (3, 200)),
+    ((16, 1), 1300, (70,)),
+    ((5,), 512, (33,)),
 ]
-"""Of x without its last dimension, K, and N of each weight: one to four of them, with full and with partial blocks."""
+"""Of x without its last dimension, K, and N of each weight: one to four of them, with full and with partial blocks. One
+alone has its sums divided among programs, three where there are 1300 inputs.
+"""
 
 by_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 by_shape = pytest.mark.parametrize(("shape", "inputs", "sizes"), SHAPES)

@@ -113,9 +113,60 @@ def test_the_kernel_is_used_where_it_can_run(
     monkeypatch.setattr(torch.ops.ccq, "rms_norm_gated", operator)
     # Fake tensors of a device that this machine need not have.
     with torch._subclasses.FakeTensorMode():
-        x, gate = (torch.empty(2, 3, 4, size, dtype=dtype, device=device) for _ in range(2))
+        x, gate = (torch.empty(60, 3, 4, size, dtype=dtype, device=device) for _ in range(2))
         y = rms_norm_gated(x, gate, torch.empty(size, dtype=dtype, device=device), EPS)
         assert y.shape == x.shape and y.dtype == dtype
         nothing = torch.empty(0, 3, 4, size, dtype=dtype, device=device)
         assert rms_norm_gated(nothing, nothing, torch.empty(size, dtype=dtype, device=device), EPS).shape[0] == 0
     assert called == ["kernel"] * (expected and usable)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "expected"),
+    [
+        ("cuda", torch.bfloat16, (8, 1, 6, 512), True),
+        ("cuda", torch.float16, (512, 100), True),
+        ("cuda", torch.bfloat16, (513, 64), False),
+        ("cuda", torch.bfloat16, (3, 528), False),
+        ("cuda", torch.bfloat16, (0, 64), False),
+        ("cuda", torch.float32, (8, 64), False),
+        ("cpu", torch.bfloat16, (8, 64), False),
+    ],
+)
+def test_few_vectors_have_a_kernel_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, shape: tuple[int, ...], expected: bool
+) -> None:
+    """Without flash-linear-attention too, but not where a gradient is wanted."""
+    with torch._subclasses.FakeTensorMode():
+        x, gate = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        weight = torch.empty(shape[-1], dtype=torch.float32, device=device)
+        assert module.are_few(x, gate, weight) == expected
+        assert not module.are_few(x, gate.double(), weight)
+        monkeypatch.setattr(module, "TRITON_INSTALLED", False)
+        assert not module.are_few(x, gate, weight)
+        monkeypatch.undo()
+        assert not module.are_few(x, gate, weight.requires_grad_())
+        with torch.no_grad():
+            assert module.are_few(x, gate, weight) == expected
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device on which the kernel for few vectors runs: a GPU, or a CPU in Triton's interpreter."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(module, "are_few", lambda *_: True)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 16), (7, 48), (1, 1, 1, 100), (5, 512), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_for_few_vectors_is_the_formula(
+    interpreter: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, gate, weight = (t.detach().to(interpreter) for t in draw(*shape, dtype=dtype))
+    apart = torch.stack((gate, gate), -2).unbind(-2)[0]  # not contiguous
+    exact = by_hand(*(t.double() for t in (x, gate, weight)), EPS)
+    for y in (rms_norm_gated(x, gate, weight, EPS), rms_norm_gated(x, apart, weight, EPS)):
+        assert y.dtype == dtype
+        assert_close("values", y, exact, torch.finfo(dtype).eps)  # half of it only for many numbers
+    library.opcheck(module.few.overload, (x.flatten(0, -2), gate.flatten(0, -2), weight, EPS))

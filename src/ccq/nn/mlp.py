@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ccq.nn.projection import gated_projection
+from ccq.nn.projection import gated_projection, project
 
 
 class SwiGLU(nn.Module):
@@ -20,4 +20,5 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
-        return self.down_proj(gated_projection(x, self.gate_proj, self.up_proj))
+        (y,) = project(gated_projection(x, self.gate_proj, self.up_proj), self.down_proj)
+        return y

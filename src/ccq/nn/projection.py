@@ -32,7 +32,7 @@ def plain_weights(*linears: nn.Module) -> list[Tensor] | None:
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Every map of x [..., inputs]. Of a few vectors, as in decoding, all in one kernel."""
+    """Every map of x [..., inputs]. Of a few vectors, as in decoding, by `ccq.ops.joint_linear`."""
     weights = plain_weights(*linears)
     if weights is not None and is_chosen(x, weights):
         return joint_linear(x, weights)

@@ -3,6 +3,9 @@
 A step of decoding is hundreds of kernels of a few microseconds each, and a good part of that goes to starting: code and
 arguments are fetched, programs spread over the card. A kernel launched by `early_launch` does that beside the one
 before it, and then waits for its end: `follow` must come before anything that it reads or writes.
+
+To ask for weights and states ahead of that (prefetch.global.L2) was tried in a 1.3B model on an H200, and steps got
+longer the more was asked for.
 """
 
 from __future__ import annotations

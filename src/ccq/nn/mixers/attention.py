@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ccq.nn.mixers.common import AttentionState, MixerOutput, check_owner, split_heads
+from ccq.nn.projection import project
 from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype, check_input, check_sequences, check_shape
 
@@ -95,7 +96,8 @@ class SoftmaxAttention(nn.Module):
                 outputs.append(document)
                 states.append(after)
             output, state = torch.cat(outputs, 1), _stack(states, k, v) if return_state else None
-        return MixerOutput(self.o_proj(output.flatten(2)), state if return_state else None)
+        (output,) = project(output.flatten(2), self.o_proj)
+        return MixerOutput(output, state if return_state else None)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, mask: Tensor | None

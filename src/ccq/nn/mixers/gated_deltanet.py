@@ -18,7 +18,7 @@ from ccq.nn.mixers.common import (
     split_heads,
 )
 from ccq.nn.norm import RMSNormGated
-from ccq.nn.projection import plain_weights
+from ccq.nn.projection import plain_weights, project
 from ccq.nn.read import ReadStep
 from ccq.ops import joint_linear, thin_linear
 from ccq.ops.gated_delta_rule import gated_delta_rule
@@ -145,7 +145,8 @@ class GatedDeltaNet(nn.Module):
             mask=mask,
         )
         output = self.o_norm(output, split_heads(gate, self.num_heads))
-        return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))
+        (output,) = project(output.flatten(2), self.o_proj)
+        return MixerOutput(output, MixerState(memory, statistics, convolution))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, values and output gate before the head split, a_proj(x) and b_proj(x) [B, T, H]."""

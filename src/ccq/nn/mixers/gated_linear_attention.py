@@ -143,7 +143,8 @@ class GatedLinearAttention(nn.Module):
             mask=mask,
         )
         output = self.g_norm_swish_gate(output, split_heads(gate, self.num_heads))
-        return MixerOutput(self.o_proj(output.flatten(2)), MixerState(memory, statistics, convolution))
+        (output,) = project(output.flatten(2), self.o_proj)
+        return MixerOutput(output, MixerState(memory, statistics, convolution))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, values, output gate and log decay before the head split."""

@@ -19,6 +19,7 @@ from ccq.nn.mixers.common import (
     split_heads,
 )
 from ccq.nn.norm import GatedGroupRMSNorm
+from ccq.nn.projection import project
 from ccq.nn.read import ReadStep
 from ccq.ops.checks import accumulation_dtype
 from ccq.ops.ssd import state_space_duality
@@ -153,4 +154,5 @@ class Mamba2(nn.Module):
         )
         skip = self.D.unsqueeze(-1).expand(-1, values.shape[-1]).flatten()
         output = self.norm(output.flatten(2), gate, values=v, skip=skip)
-        return MixerOutput(self.out_proj(output), MixerState(memory, statistics, convolution))
+        (output,) = project(output, self.out_proj)
+        return MixerOutput(output, MixerState(memory, statistics, convolution))

@@ -1,10 +1,12 @@
 """Linear maps of a few vectors in Triton.
 
-Legend: R vectors (BR, the next power of two, at least 16), K inputs (BK a step), N outputs (BN a program).
+Legend: R vectors (BR, the next power of two, at least 16), K inputs (BK a step), N outputs (BN a program), S programs
+that share an output.
 
-A program reads BN rows of one weight from the first column to the last, many steps ahead, and multiplies them with all
-vectors: weights are read once, which is what decoding takes. Sums are float32 and in a fixed order, so that no result
-depends on the vectors beside it.
+A program reads BN rows of one weight, many steps ahead, and multiplies them with all vectors: weights are read once,
+which is what decoding takes. Sums are float32 and in a fixed order, so that no result depends on the vectors beside it.
+Where several maps are computed together there are programs enough for each to read its rows from the first column to
+the last; those of one map have parts of the columns, and another kernel adds their sums.
 """
 
 from __future__ import annotations
@@ -29,12 +31,19 @@ class Launch(NamedTuple):
     stages: int
 
 
-JOINT = Launch(outputs=32, inputs=128, warps=4, stages=5)
+JOINT = Launch(outputs=32, inputs=128, warps=2, stages=5)
 """Measured on an H200: the five maps of a GLA layer of 1.3B models (2048 inputs, 9,232 outputs) take 12.4 us for 8
 vectors and as five products of a matrix library 28; their weights are read in 9.
 """
 GATED = Launch(outputs=32, inputs=128, warps=4, stages=4)
 """The same: 14 us for 2048 inputs and 2 x 5632 outputs, 20 as two products and the formula behind; read in 11."""
+
+
+SINGLE = Launch(outputs=64, inputs=128, warps=4, stages=4)
+STEPS = 4
+"""Of a program where an output is shared: S = K / (STEPS * BK)."""
+NUMBERS = 128
+"""That a program adds up."""
 
 
 @triton.jit
@@ -44,12 +53,24 @@ def _load_step(x, row, column, rows, K: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, weight, y, tile, rows, K: tl.constexpr, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    x,
+    weight,
+    y,
+    tile,
+    begin,
+    end,
+    rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
+    """BN outputs, from the columns `begin` to `end`."""
     row, output = tl.arange(0, BR), tile * BN + tl.arange(0, BN)
     line = output.to(tl.int64)
     b_y = tl.zeros((BR, BN), tl.float32)
-    for start in range(0, K, BK):
+    for start in range(begin, end, BK):
         column = start + tl.arange(0, BK)
         b_x = _load_step(x, row, column, rows, K)
         b_w = _load_step(weight, line, column, N, K)
@@ -75,8 +96,38 @@ def _joint_kernel(
     for i in tl.static_range(len(SIZES)):
         tiles = (SIZES[i] + BN - 1) // BN
         if (tile >= 0) & (tile < tiles):
-            _product(x, weights[i], outputs[i], tile, rows, K, SIZES[i], BR, BN, BK)
+            _product(x, weights[i], outputs[i], tile, 0, K, rows, K, SIZES[i], BR, BN, BK)
         tile -= tiles
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _part_kernel(
+    x,
+    weight,
+    parts,
+    rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """parts [S, R, N]"""
+    follow(EARLY)
+    begin, part = tl.program_id(1) * STEPS * BK, tl.program_id(1).to(tl.int64)
+    y = parts + part * rows * N
+    _product(x, weight, y, tl.program_id(0), begin, begin + STEPS * BK, rows, K, N, BR, BN, BK)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def _sum_kernel(parts, y, numbers, S: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
+    part, at = tl.arange(0, BS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (part < S)[:, None] & (at < numbers)
+    b_parts = tl.load(parts + part[:, None] * numbers + at, mask=inside, other=0.0)
+    tl.store(y + at, tl.sum(b_parts, 0).to(y.dtype.element_ty), mask=at < numbers)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -111,8 +162,27 @@ def _gated_kernel(
     tl.store(y + row[:, None] * N + output, b_y.to(dtype), mask=(row < rows)[:, None] & (output < N))
 
 
+def single(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x weight^T in `dtype`: x [R, K], weight [N, K], both contiguous -> [R, N]."""
+    (rows, size), outputs = x.shape, len(weight)
+    shares = triton.cdiv(size, STEPS * SINGLE.inputs)
+    parts = x.new_empty((shares, rows, outputs), dtype=torch.float32)
+    early = early_launch(x.device)
+    _part_kernel[(triton.cdiv(outputs, SINGLE.outputs), shares)](
+        x, weight, parts, rows, K=size, N=outputs, BR=max(16, triton.next_power_of_2(rows)),
+        BN=SINGLE.outputs, BK=SINGLE.inputs, STEPS=STEPS, num_warps=SINGLE.warps, num_stages=SINGLE.stages, **early,
+    )  # fmt: skip
+    y = x.new_empty((rows, outputs), dtype=dtype)
+    _sum_kernel[(triton.cdiv(y.numel(), NUMBERS),)](
+        parts, y, y.numel(), S=shares, BS=triton.next_power_of_2(shares), BLOCK=NUMBERS, num_warps=4, **early
+    )
+    return y
+
+
 def joint(x: Tensor, weights: Sequence[Tensor], wide: int) -> list[Tensor]:
     """x [R, K], weights [N, K] each, all contiguous -> [R, N] each, the last `wide` in float32."""
+    if len(weights) == 1:
+        return [single(x, weights[0], torch.float32 if wide else x.dtype)]
     rows, size = x.shape
     sizes = tuple(len(weight) for weight in weights)
     dtypes = [x.dtype] * (len(sizes) - wide) + [torch.float32] * wide

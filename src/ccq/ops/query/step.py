@@ -28,6 +28,8 @@ from ccq.ops.query.reference import NORM_EPSILON
 
 ROWS = 16
 """BR"""
+WARPS = 2
+FINISH_WARPS = 1
 
 
 @triton.jit
@@ -274,7 +276,9 @@ def update_and_read_token(
     )
     sizes = {"H": heads, "D": size, "BD": _width(size)}
     options = {"UNIT_QUERIES": unit_queries, "UNIT_KEYS": unit_keys, "EPS": NORM_EPSILON, **early_launch(q.device)}
-    _triangle_kernel[(sequences * heads * tiles,)](q, k, triangle, count, own, others, BR=ROWS, **sizes, **options)
+    _triangle_kernel[(sequences * heads * tiles,)](
+        q, k, triangle, count, own, others, BR=ROWS, num_warps=WARPS, **sizes, **options
+    )
     linear = isinstance(gate, LinearGate)
     x, weight, bias, scale = gate if isinstance(gate, LinearGate) else (gate,) * 4
     inputs = x.shape[-1] if linear else 1
@@ -282,7 +286,7 @@ def update_and_read_token(
         q, k, x, weight, bias, bias if scale is None else scale, total, count, own, others, query,
         query if correction is None else correction, PARTS=2 * tiles, BP=triton.next_power_of_2(2 * tiles),
         INPUTS=inputs, BI=triton.next_power_of_2(inputs), CENTRED=centred, CORRECTION=return_correction,
-        LINEAR=linear, SCALED=linear and scale is not None, **sizes, **options,
+        LINEAR=linear, SCALED=linear and scale is not None, num_warps=FINISH_WARPS, **sizes, **options,
     )  # fmt: skip
     return query, correction
 

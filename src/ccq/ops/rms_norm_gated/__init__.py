@@ -8,6 +8,7 @@ flash-linear-attention's own layer take 0.55.
 | --- | --- |
 | ccq::rms_norm_gated | the norm, differentiable |
 | ccq::rms_norm_gated_backward | its gradients |
+| ccq::rms_norm_gated_few | the norm of the few vectors of decoding, by a kernel of this library |
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ccq.ops.checks import accumulation_dtype
-from ccq.ops.flash_linear_attention import MULTIPLE, launching, launching_fixed, reason_against
-from ccq.ops.operators import custom_operator
+from ccq.ops.checks import accumulation_dtype, needs_gradient
+from ccq.ops.flash_linear_attention import MULTIPLE, launching, reason_against
+from ccq.ops.operators import TRITON_INSTALLED, custom_operator
 
 OPERATION = "rms_norm_gated"
 MAX_SIZE = 512
 """The largest V of the kernels that take several vectors a program."""
 FEW_VECTORS = 512
-FEW = {"layer_norm_gated_fwd_kernel": {"BT": 1, "num_warps": 4}}
-"""For so few vectors as decoding has, which several a program would leave to a few processors."""
+"""So many may be few."""
 
 
 @custom_operator(
@@ -36,7 +36,7 @@ FEW = {"layer_norm_gated_fwd_kernel": {"BT": 1, "num_warps": 4}}
 )
 def forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x [T, V], and the reciprocal lengths [T] for the backward pass."""
-    with launching_fixed(FEW, x) if len(x) <= FEW_VECTORS else launching(OPERATION, x, x):
+    with launching(OPERATION, x, x):
         from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
 
         y, _, reciprocal, _ = layer_norm_gated_fwd(
@@ -89,8 +89,30 @@ def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@custom_operator("rms_norm_gated_few", schema="(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor")
+def few(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x [T, V]."""
+    from ccq.ops.rms_norm_gated import kernels
+
+    with torch.cuda.device_of(x):
+        y: Tensor = kernels.few(x.contiguous(), gate.contiguous(), weight.contiguous(), eps)
+    return y
+
+
+@few.register_fake
+def _(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def are_few(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel for few vectors computes it."""
+    half = x.dtype == gate.dtype and x.dtype in (torch.float16, torch.bfloat16)
+    counted = 0 < x.numel() <= FEW_VECTORS * x.shape[-1] and x.shape[-1] <= MAX_SIZE
+    return x.is_cuda and TRITON_INSTALLED and half and counted and not needs_gradient(x, gate, weight)
+
+
 def is_chosen(x: Tensor, gate: Tensor) -> bool:
-    """Whether the kernel computes it."""
+    """Whether the kernel of flash-linear-attention computes it."""
     size = x.shape[-1]
     sizes = size <= MAX_SIZE and size % MULTIPLE == 0 and x.numel() > 0
     half = x.dtype == gate.dtype and x.dtype in (torch.float16, torch.bfloat16)
@@ -108,8 +130,11 @@ def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     Returns:
         [..., V] in the dtype of x; computed in float32 (float64 for float64 input) and rounded once.
     """
+    size = x.shape[-1]
+    if are_few(x, gate, weight):
+        found: Tensor = torch.ops.ccq.rms_norm_gated_few(x.reshape(-1, size), gate.reshape(-1, size), weight, eps)
+        return found.view(x.shape)
     if is_chosen(x, gate):
-        size = x.shape[-1]
         y, _ = torch.ops.ccq.rms_norm_gated(x.reshape(-1, size), gate.reshape(-1, size), weight, eps)
         return y.view(x.shape)
     dtype = accumulation_dtype(x.dtype)
