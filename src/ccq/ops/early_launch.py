@@ -27,7 +27,9 @@ def follow(EARLY: tl.constexpr):
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch of a kernel with a parameter EARLY that calls `follow`: needs compute capability 9.0."""
+    """Arguments of a launch of a kernel with a parameter EARLY that calls `follow`. Needs compute capability 9.0, and a
+    driver whose graphs know such launches.
+    """
     if device.type != "cuda" or not _is_known(device.index):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
@@ -35,4 +37,6 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _is_known(index: int | None) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+    if torch.version.hip is not None or torch._C._cuda_getDriverVersion() < 12_030:  # type: ignore[attr-defined]
+        return False
+    return torch.cuda.get_device_capability(index) >= (9, 0)

@@ -29,6 +29,9 @@ from ccq.ops.query.reference import NORM_EPSILON
 ROWS = 16
 """BR"""
 WARPS = 2
+"""Of packed statistics, as below: the best in whole steps of 1.3B models on an H200, where few threads leave the next
+kernel room to start early. With 4 a step of GLA takes 2 % longer, with 8 7 %.
+"""
 FINISH_WARPS = 1
 
 

@@ -1,0 +1,62 @@
+"""Where kernels start early, and that none of them touches memory before it waits for the one before."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from ccq.ops import early_launch as module
+
+OPS = Path(module.__file__).parent
+
+
+def kernels_that_start_early() -> list[tuple[str, ast.FunctionDef]]:
+    found = []
+    for path in sorted(OPS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "EARLY" in [a.arg for a in node.args.args]:
+                if node.name != "follow":
+                    found.append((f"{path.parent.name}/{node.name}", node))
+    return found
+
+
+def test_they_wait_before_anything_else() -> None:
+    kernels = kernels_that_start_early()
+    assert len(kernels) >= 10
+    for name, kernel in kernels:
+        first = next(
+            line for line in kernel.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        )
+        assert ast.unparse(first) == "follow(EARLY)", name
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "driver", "hip", "expected"),
+    [
+        ("cuda:0", (9, 0), 12_030, None, True),
+        ("cuda", (10, 0), 13_000, None, True),
+        ("cuda:0", (8, 9), 13_000, None, False),
+        ("cuda:0", (9, 0), 12_020, None, False),
+        ("cuda:0", (9, 4), 13_000, "6.4", False),
+        ("cpu", (9, 0), 13_000, None, False),
+    ],
+)
+def test_where_kernels_start_early(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    capability: tuple[int, int],
+    driver: int,
+    hip: str | None,
+    expected: bool,
+) -> None:
+    module._is_known.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = module.early_launch(torch.device(device))
+    module._is_known.cache_clear()
+    assert found == ({"EARLY": True, "launch_pdl": True} if expected else {"EARLY": False})
