@@ -17,8 +17,6 @@ from ccq.bench import tune
 from ccq.bench.measure import Card
 from ccq.cli import main
 from ccq.ops import flash_linear_attention, rms_norm_gated
-from ccq.ops.gated_delta_rule import fused as gated_delta_rule
-from ccq.ops.gla import fused as gla
 
 PRESENT = {"BK": 32, "num_warps": 4, "num_stages": 2}
 VERSIONS = {"torch": "2.11", "triton": "3.7.1", "fla": "0.6.0"}
@@ -145,18 +143,20 @@ def test_what_a_kernel_writes_is_found_out() -> None:
 
 @pytest.mark.parametrize("rule", flash_linear_attention.RULES)
 def test_arguments_are_those_of_the_operators(rule: str) -> None:
-    module = {"gla": gla, "gated_delta_rule": gated_delta_rule}[rule]
-    names = [argument.name for argument in module.forward.overload._schema.arguments][:-2]
+    names = [argument.name for argument in tune.OPERATORS[rule].forward.overload._schema.arguments][:-2]
     drawn = dict(zip(names, tune.draw(rule, 2, 5, 32, 48, torch.device("cpu")), strict=True))
-    assert list(drawn) == ["q", "k", "v", "log_decay", *(["beta"] if rule != "gla" else []), "state"]
+    assert list(drawn) == ["q", "k", "v", "log_decay", *(["beta"] if rule == "gated_delta_rule" else []), "state"]
     assert drawn["q"].dtype == drawn["v"].dtype == torch.bfloat16 and drawn["log_decay"].dtype == torch.float32
-    assert drawn["log_decay"].max() <= 0 and drawn["state"].shape == (2, tune.HEADS, 32, 48)
-    assert drawn["log_decay"].shape == ((2, 5, tune.HEADS, 32) if rule == "gla" else (2, 5, tune.HEADS))
+    heads = {"gla": 6, "gated_delta_rule": 6, "ssd": 32}[rule]
+    assert drawn["q"].shape == drawn["k"].shape == (2, 5, 1 if rule == "ssd" else heads, 32)
+    assert drawn["v"].shape == (2, 5, heads, 48) and drawn["state"].shape == (2, heads, 32, 48)
+    assert drawn["log_decay"].max() <= 0
+    assert drawn["log_decay"].shape == ((2, 5, heads, 32) if rule == "gla" else (2, 5, heads))
 
 
 def test_arguments_of_the_norm() -> None:
     x, gate, weight = tune.draw(rms_norm_gated.OPERATION, 2, 5, 48, 48, torch.device("cpu"))
-    assert x.shape == gate.shape == (2 * 5 * tune.HEADS, 48) and weight.shape == (48,)
+    assert x.shape == gate.shape == (2 * 5 * 6, 48) and weight.shape == (48,)
     assert x.dtype == gate.dtype == weight.dtype == torch.bfloat16
 
 
@@ -277,10 +277,20 @@ def test_the_default_folder_is_where_tables_are_read() -> None:
 
 def test_sizes_of_the_shipped_table_are_those_that_are_tuned() -> None:
     table = flash_linear_attention.tables()["nvidia_h200.json"]
-    for rule in flash_linear_attention.RULES:
-        assert set(table.operations[rule]) - {"any"} == set(tune.SIZES)
-    values = {sizes.split("/")[1] for sizes in tune.SIZES}
-    assert set(table.operations["rms_norm_gated"]) - {"any"} == {f"{size}/{size}" for size in values}
+    for operation in flash_linear_attention.OPERATIONS:
+        planned = {sizes for planned, sizes in tune.plan(None) if planned == operation}
+        assert set(table.operations[operation]) - {"any"} == planned
+
+
+def test_sizes_that_were_asked_for_are_tuned_for_every_operation() -> None:
+    assert tune.plan(["64/128", "128/64"]) == [
+        ("gla", "64/128"), ("gated_delta_rule", "64/128"), ("ssd", "64/128"), ("rms_norm_gated", "128/128"),
+        ("gla", "128/64"), ("gated_delta_rule", "128/64"), ("ssd", "128/64"), ("rms_norm_gated", "64/64"),
+    ]  # fmt: skip
+    assert tune.plan(None)[:3] == [
+        ("gla", "256/512"), ("gated_delta_rule", "256/512"), ("rms_norm_gated", "512/512"),
+    ]  # fmt: skip
+    assert tune.plan(None)[-1] == ("ssd", "128/64")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -18,27 +18,29 @@ from tests.helpers import assert_close, relative_error
 from torch import Tensor, nn
 
 from ccq.models import CCQForCausalLM, preset
-from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention
+from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention, Mamba2
 from ccq.nn.mixers import state_tensors
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 HIDDEN, HEADS, SIZE, VALUE = 128, 2, 64, 128
-BACKBONES = ("gla", "gla with convolution", "gated-deltanet")
+BACKBONES = ("gla", "gla with convolution", "gated-deltanet", "mamba2")
 READS = (None, "presplit", "head")
 FEW = 256
 """Tensors with fewer numbers are judged together: the error of one alone is a draw, and so is that of its yardstick."""
 SMALL = 3e-2
 """Relative error that they may have in any case."""
 
-Layer = GatedLinearAttention | GatedDeltaNet
+Layer = GatedLinearAttention | GatedDeltaNet | Mamba2
 Found = dict[str, Tensor]
 
 by_layer = pytest.mark.parametrize(
     ("backbone", "read"), [pytest.param(b, r, id=f"{b}, {r}") for b in BACKBONES for r in READS]
 )
-by_arm = pytest.mark.parametrize("arm", ["gla", "gla+ccq", "gated-deltanet", "gated-deltanet+ccq"])
+by_arm = pytest.mark.parametrize(
+    "arm", ["gla", "gla+ccq", "gated-deltanet", "gated-deltanet+ccq", "mamba2", "mamba2+ccq"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,9 @@ def make(backbone: str, read: str | None) -> Layer:
     layer: Layer
     if backbone == "gated-deltanet":
         layer = GatedDeltaNet(HIDDEN, HEADS, SIZE, VALUE, read=step, max_a=2.0)
+    elif backbone == "mamba2":
+        # Two heads to each group.
+        layer = Mamba2(HIDDEN, 2 * HEADS, SIZE, VALUE // 2, read=step, num_groups=HEADS)
     else:
         convolution = 4 if backbone == "gla with convolution" else None
         layer = GatedLinearAttention(HIDDEN, HEADS, SIZE, VALUE, read=step, short_convolution=convolution)
@@ -302,6 +307,6 @@ def test_two_training_runs_are_bit_equal(arm: str) -> None:
         finals.append({name: parameter.detach() for name, parameter in trained.named_parameters()})
     for name, value in finals[0].items():
         assert torch.isfinite(value).all() and torch.equal(finals[1][name], value), name
-    assert not torch.equal(
-        finals[0]["model.layers.0.attn.q_proj.weight"].cpu(), model.model.layers[0].attn.q_proj.weight.float()
-    )
+    # Or that of Mamba2.
+    projection = "model.layers.0.attn.in_proj.weight" if "mamba2" in arm else "model.layers.0.attn.q_proj.weight"
+    assert not torch.equal(finals[0][projection].cpu(), model.get_parameter(projection).float())

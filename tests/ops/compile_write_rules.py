@@ -63,6 +63,7 @@ from ccq.ops import flash_linear_attention, rms_norm_gated  # noqa: E402
 from ccq.ops.gated_delta_rule import fused as gated_delta_rule  # noqa: E402, F401
 from ccq.ops.gla import fused as gla  # noqa: E402, F401
 from ccq.ops.gla import kernels  # noqa: E402
+from ccq.ops.ssd import fused as ssd  # noqa: E402, F401
 
 # This library's own have a script beside their tests.
 kernels._run = lambda *_, **__: None
@@ -117,7 +118,11 @@ def launches(rule: str, size: int, value_size: int, table: flash_linear_attentio
     gates = (torch.zeros(shape),) if rule == "gla" else (torch.zeros(shape[:3]),) * 2
     compiler = Compiler(table.choose(rule, size, value_size))
     with flash_linear_attention.using(compiler):
-        if rule == "gla":
+        if rule == "ssd":
+            shared = q[:, :, :2].contiguous()
+            _, final, summed = torch.ops.ccq.state_space_duality(shared, shared, v, gates[0], state, 0.1, None)
+            torch.ops.ccq.state_space_duality_backward(shared, shared, v, summed, state, v, final, 0.1, None)
+        elif rule == "gla":
             _, final, summed, kept = torch.ops.ccq.gated_linear_attention(q, q, v, *gates, state, 0.1, None)
             torch.ops.ccq.gated_linear_attention_backward(q, q, v, summed, kept, state, v, final, 0.1, None)
         else:

@@ -26,20 +26,35 @@ from tests.ops.fixtures import fla_stand_in
 from tests.ops.fixtures.write_rules import Inputs, WriteRuleBattery
 from tests.ops.gated_delta_rule import test_gated_delta_rule
 from tests.ops.gla import test_gla
+from tests.ops.ssd import test_ssd
 from torch import Tensor, library
 
 from ccq.ops import flash_linear_attention, write_rule_step
 from ccq.ops.gated_delta_rule import fused as gated_delta_rule_fused
 from ccq.ops.gla import fused as gla_fused
+from ccq.ops.ssd import fused as ssd_fused
 from ccq.ops.write_rule import WriteRuleResult
 
 RULES: dict[str, WriteRuleBattery] = {
     "gla": test_gla.TestGatedLinearAttention(),
     "gated_delta_rule": test_gated_delta_rule.TestGatedDeltaRule(),
+    "ssd": test_ssd.TestStateSpaceDuality(),
+    "ssd in groups": test_ssd.TestSharedKeys(),
 }
-OPERATORS: dict[str, Any] = {"gla": gla_fused, "gated_delta_rule": gated_delta_rule_fused}
-SIZES = {"256/512", "64/64", "64/128", "128/128", "128/256"}
-NORMS = {"64/64", "128/128", "256/256", "512/512"}
+OPERATORS: dict[str, Any] = {
+    "gla": gla_fused,
+    "gated_delta_rule": gated_delta_rule_fused,
+    "ssd": ssd_fused,
+    "ssd in groups": ssd_fused,
+}
+FUNCTIONS = {"gla": "gated_linear_attention", "gated_delta_rule": "gated_delta_rule", "ssd": "state_space_duality"}
+PAPER = {"256/512", "64/64", "64/128", "128/128", "128/256"}
+SIZES = {
+    "gla": PAPER,
+    "gated_delta_rule": PAPER,
+    "ssd": {"128/64"},
+    "rms_norm_gated": {"64/64", "128/128", "256/256", "512/512"},
+}
 # The blocks that each kernel is free to choose, from its source.
 KERNELS = {
     "gla": {
@@ -66,6 +81,14 @@ KERNELS = {
         "chunk_bwd_kernel_dqkwg": set(),
         "prepare_wy_repr_bwd_kernel": set(),
     },
+    "ssd": {
+        "chunk_local_cumsum_scalar_kernel": set(),
+        "chunk_fwd_kernel_h": {"BK", "BV"},
+        "chunk_fwd_kernel_o": {"BK", "BV"},
+        "chunk_bwd_kernel_dh": {"BK", "BV"},
+        "chunk_bwd_kernel_dv": set(),
+        "chunk_bwd_kernel_dqkwg": set(),
+    },
     "rms_norm_gated": {"layer_norm_gated_fwd_kernel": {"BT"}, "layer_norm_gated_bwd_kernel": {"BT"}},
 }
 # Those of gated linear attention that ccq.ops.gla.kernels and ccq.ops.write_rule_step replace: the tables keep them for
@@ -79,6 +102,7 @@ REPLACED = {
 INSTALLED = importlib.util.find_spec("fla") is not None
 
 by_rule = pytest.mark.parametrize("rule", RULES)
+by_function = pytest.mark.parametrize("rule", FUNCTIONS)
 needs_package = pytest.mark.skipif(not INSTALLED, reason="needs flash-linear-attention")
 
 
@@ -106,8 +130,7 @@ def test_every_file_is_complete_and_well_formed(name: str) -> None:
     assert (table.capability is None) == is_any
     assert tuple(table.operations) == tuple(KERNELS) == flash_linear_attention.OPERATIONS
     for rule, by_sizes in table.operations.items():
-        listed = NORMS if rule == "rms_norm_gated" else SIZES
-        assert set(by_sizes) == ({"any"} if is_any else {"any"} | listed)
+        assert set(by_sizes) == ({"any"} if is_any else {"any"} | SIZES[rule])
         for sizes, configurations in by_sizes.items():
             assert configurations.keys() == KERNELS[rule].keys()
             size, value_size = (0, 0) if sizes == "any" else map(int, sizes.split("/"))
@@ -166,11 +189,20 @@ def test_sizes_take_the_largest_listed_ones_that_fit_inside(size: int, value_siz
     table = flash_linear_attention.tables()["nvidia_h200.json"]
     numbered = {
         rule: {sizes: {"kernel": {"BK": i}} for i, sizes in enumerate(table.operations[rule])}
-        for rule in flash_linear_attention.RULES
+        for rule in ("gla", "gated_delta_rule")
     }
     marked = table._replace(operations=numbered)
     for rule, entries in numbered.items():
         assert marked.choose(rule, size, value_size) is entries[expected]
+
+
+@pytest.mark.parametrize(
+    ("size", "value_size", "expected"),
+    [(128, 64, "128/64"), (256, 512, "128/64"), (64, 64, "any"), (128, 48, "any"), (32, 32, "any")],
+)
+def test_the_sizes_of_mamba2(size: int, value_size: int, expected: str) -> None:
+    table = flash_linear_attention.tables()["nvidia_h200.json"]
+    assert table.choose("ssd", size, value_size) is table.operations["ssd"][expected]
 
 
 class Kernel:
@@ -304,6 +336,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         ("gated_delta_rule", (9, 0), "0.6.0", "3.3.1", ""),
         ("gated_delta_rule", (9, 0), "0.6.0", "3.7.0", "Triton 3.7.0 compiles wrong gradients"),
         ("gated_delta_rule", (9, 0), "0.6.0", "3.6.0", "install Triton 3.7.1 or newer"),
+        ("ssd", (9, 0), "0.6.0", "3.7.0", "Triton 3.7.0 compiles wrong gradients"),
+        ("ssd", (9, 0), "0.6.0", "3.7.1", ""),
+        ("ssd", (8, 0), "0.6.0", "3.7.0", ""),
         ("gla", (9, 0), "0.5.1", "3.7.1", "0.5.1 is installed, but 0.6.x is needed"),
         ("gla", (9, 0), "0.7.0", "3.7.1", "0.7.0 is installed, but 0.6.x is needed"),
     ],
@@ -335,7 +370,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("usable", [True, False])
-@by_rule
+@by_function
 def test_auto_takes_the_kernels_where_they_can_run(
     monkeypatch: pytest.MonkeyPatch,
     rule: str,
@@ -346,7 +381,7 @@ def test_auto_takes_the_kernels_where_they_can_run(
     expected: str,
     usable: bool,
 ) -> None:
-    name = {"gla": "gated_linear_attention", "gated_delta_rule": "gated_delta_rule"}[rule]
+    name = FUNCTIONS[rule]
     module = importlib.import_module(f"ccq.ops.{rule}")
     monkeypatch.setattr(flash_linear_attention, "reason_against", lambda *_: "" if usable else "it rains")
     taken: list[str] = []
@@ -359,7 +394,7 @@ def test_auto_takes_the_kernels_where_they_can_run(
         q = torch.zeros(1, 3, 2, size, dtype=dtype, device=device)
         v = torch.zeros(1, 3, 2, value_size, dtype=dtype, device=device)
         gate = torch.zeros(1, 3, 2, dtype=dtype, device=device)
-        gates = (q,) if rule == "gla" else (gate, gate)
+        gates = {"gla": (q,), "gated_delta_rule": (gate, gate), "ssd": (gate,)}[rule]
         for _ in range(2):
             getattr(module, name)(q, q, v, *gates)
     assert taken == [expected if usable else "chunked"] * 2
@@ -450,11 +485,36 @@ def test_padding(rule: str) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 @by_rule
+def test_the_gates_may_be_in_half_precision(rule: str) -> None:
+    inputs = {name: x.float() if name == "state" else x.half() for name, x in RULES[rule].inputs(2, 20).items()}
+    grads = RULES[rule].random_gradients(inputs)
+    actual = run(rule, inputs, *(x.half() for x in grads), backend="fla")
+    expected = run(rule, {name: x.double() for name, x in inputs.items()}, *grads, backend="reference")
+    for name, value in expected.items():
+        assert_close(name, actual[name], value, 2e-3)
+
+
+@pytest.mark.usefixtures("stand_in")
+@by_rule
 def test_without_a_state(rule: str) -> None:
     inputs = RULES[rule].inputs(2, 10)
     grads = RULES[rule].random_gradients(inputs)
     del inputs["state"]
     check(rule, inputs, *grads, scale=0.7)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("rule", ["ssd", "ssd in groups"])
+def test_a_token_that_erases_the_state_leaves_the_others_their_decays(rule: str) -> None:
+    inputs = {name: x.float() for name, x in RULES[rule].inputs(1, 60).items()}
+    inputs["log_decay"] = inputs["log_decay"] / 30
+    inputs["log_decay"][:, 10] = -1e6
+    grads = RULES[rule].random_gradients(inputs)
+    actual = run(rule, inputs, *grads, backend="fla")
+    expected = run(rule, {name: x.double() for name, x in inputs.items()}, *grads, backend="reference")
+    for name, value in expected.items():
+        # Spacing of the sums: 1.5e-5. Nothing of the state is left.
+        assert_close(name, actual[name], value, 2e-5, floor=1e-7)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -467,13 +527,12 @@ def test_strided_tensors(rule: str) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-@by_rule
+@by_function
 def test_one_token_is_no_kernel_of_the_package(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients it is this library's own, where that can run; with them, and elsewhere, it is the recurrence in
     PyTorch.
     """
-    name = {"gla": "gated_linear_attention", "gated_delta_rule": "gated_delta_rule"}[rule]
-    monkeypatch.setattr(f"ccq.ops.{rule}.fused_{name}", lambda *_: pytest.fail("called"))
+    monkeypatch.setattr(f"ccq.ops.{rule}.fused_{FUNCTIONS[rule]}", lambda *_: pytest.fail("called"))
     inputs = {name: x.float() for name, x in RULES[rule].inputs(3, 1).items()}
     exact = run(rule, {name: x.double() for name, x in inputs.items()}, backend="reference")
     own = WriteRuleResult(inputs["v"], inputs["state"])
@@ -544,6 +603,7 @@ def test_the_chunks_of_packed_documents_by_hand() -> None:
 
 
 def test_importing_the_write_rules_imports_neither_triton_nor_the_package() -> None:
-    code = "import sys, ccq.ops.gla, ccq.ops.gated_delta_rule; print({'triton', 'fla'} & set(sys.modules))"
+    rules = ", ".join(f"ccq.ops.{rule}" for rule in FUNCTIONS)
+    code = f"import sys, {rules}; print({{'triton', 'fla'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["set()"]

@@ -28,13 +28,12 @@ RULES: dict[str, WriteRuleBattery] = {
     "ssd": test_ssd.TestStateSpaceDuality(),
     "ssd in groups": test_ssd.TestSharedKeys(),
 }
-BY_PACKAGE = ("gla", "gated delta rule")
-"""The rules that have the backend "fla"."""
 GATES = ("log_decay", "beta")
 SINGLE = 1e-6
 """Relative error allowed to a state, and to an output before it is rounded."""
 
 by_rule = pytest.mark.parametrize("rule", RULES)
+by_backend = pytest.mark.parametrize("backend", ["auto", "fla"])
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
@@ -190,9 +189,8 @@ def test_what_can_be_overwritten() -> None:
         assert not module.can_overwrite(state.requires_grad_())
 
 
-@pytest.mark.parametrize(
-    ("rule", "backend"), [(rule, "auto") for rule in RULES] + [(rule, "fla") for rule in BY_PACKAGE]
-)
+@by_backend
+@by_rule
 def test_one_token_without_gradients_is_the_kernel(
     rule: str, backend: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,9 +221,8 @@ def test_one_token_without_gradients_is_the_kernel(
         check(True, overwrite_state=True)
 
 
-@pytest.mark.parametrize(
-    ("rule", "backend"), [(rule, "auto") for rule in RULES] + [(rule, "fla") for rule in BY_PACKAGE]
-)
+@by_backend
+@by_rule
 def test_one_token_with_a_gradient_is_the_recurrence_in_pytorch(
     rule: str, backend: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,9 +245,8 @@ def test_one_token_with_a_gradient_is_the_recurrence_in_pytorch(
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "backend"), [(rule, "auto") for rule in RULES] + [(rule, "fla") for rule in BY_PACKAGE]
-)
+@by_backend
+@by_rule
 @torch.no_grad()
 def test_packed_documents_and_more_tokens_are_not_its_business(
     rule: str, backend: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch

@@ -36,12 +36,16 @@ from ccq.ops import flash_linear_attention, rms_norm_gated
 from ccq.ops.flash_linear_attention import Configuration, Launcher, Table
 from ccq.ops.gated_delta_rule import fused as gated_delta_rule
 from ccq.ops.gla import fused as gla
+from ccq.ops.ssd import fused as ssd
 
-SIZES = ("256/512", "64/64", "64/128", "128/128", "128/256")
-"""D/V: the paper's first."""
+OPERATORS = {each.RULE: each for each in (gla, gated_delta_rule, ssd)}
+MAMBA2 = "128/64"
+SIZES = ("256/512", "64/64", "64/128", "128/128", "128/256", MAMBA2)
+"""D/V: the paper's first, that of Mamba2 last."""
 ROWS = (1, 8)
 TOKENS = 4096
-HEADS = 6
+HEADS = {gla.RULE: 6, gated_delta_rule.RULE: 6, ssd.RULE: 32, rms_norm_gated.OPERATION: 6}
+"""As many as the models have: the paper's 6, Mamba2 at 500M 32, which share their keys."""
 STAGES = 3
 """Pipeline stages of the first round."""
 BEST = 2
@@ -123,14 +127,18 @@ def draw(operation: str, rows: int, tokens: int, size: int, value_size: int, dev
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=random, device=device)
 
-    q, k = (F.normalize(normal(rows, tokens, HEADS, size), dim=-1).bfloat16() for _ in range(2))
-    v = normal(rows, tokens, HEADS, value_size).bfloat16()
-    state = normal(rows, HEADS, size, value_size)
+    heads = HEADS[operation]
+    groups = 1 if operation == ssd.RULE else heads
+    q, k = (F.normalize(normal(rows, tokens, groups, size), dim=-1).bfloat16() for _ in range(2))
+    v = normal(rows, tokens, heads, value_size).bfloat16()
+    state = normal(rows, heads, size, value_size)
     if operation == rms_norm_gated.OPERATION:
-        return [v.flatten(0, 2), normal(rows * tokens * HEADS, value_size).bfloat16(), normal(value_size).bfloat16()]
+        return [v.flatten(0, 2), normal(rows * tokens * heads, value_size).bfloat16(), normal(value_size).bfloat16()]
     if operation == gla.RULE:
-        return [q, k, v, F.logsigmoid(normal(rows, tokens, HEADS, size)) / 16, state]
-    gates = normal(2, rows, tokens, HEADS).sigmoid()
+        return [q, k, v, F.logsigmoid(normal(rows, tokens, heads, size)) / 16, state]
+    gates = normal(2, rows, tokens, heads).sigmoid()
+    if operation == ssd.RULE:
+        return [q, k, v, -gates[0], state]
     return [q, k, v, -gates[0], gates[1], state]
 
 
@@ -160,10 +168,12 @@ def record(
             rms_norm_gated.backward(torch.randn_like(y), *arguments, reciprocal, 1e-5)
             return recorder.launches
         *values, state = arguments
-        module = gla if operation == gla.RULE else gated_delta_rule
-        output, final, *kept = module.forward(*values, state, size**-0.5, None)
+        operator = OPERATORS[operation]
+        output, final, *kept = operator.forward(*values, state, size**-0.5, None)
         d_final = torch.randn_like(final)
-        module.backward(*values[:3], *values[4:], *kept, state, torch.randn_like(output), d_final, size**-0.5, None)
+        operator.backward(*values[:3], *values[4:], *kept, state, torch.randn_like(output), d_final, size**-0.5, None)
+        if operation == ssd.RULE:
+            return recorder.launches
         # For these the library has kernels of its own; the package's layers, beside which it is measured, run them.
         one = dict(zip(("q", "k", "v"), (x[:, :1].contiguous() for x in values), strict=False))
         gates = [x[:, :1].contiguous() for x in values[3:]]
@@ -452,7 +462,7 @@ def _start(path: Path, card: str, capability: str, versions: dict[str, str]) -> 
             "card": card,
             "capability": capability,
             "measured": versions,
-            "settings": {"rows": [], "tokens": TOKENS, "heads": HEADS, "dtype": "bfloat16"},
+            "settings": {"tokens": TOKENS, "dtype": "bfloat16"},
             "operations": json.loads(json.dumps(table.operations)),
             "milliseconds": {},
             "trying": None,
@@ -463,10 +473,24 @@ def _start(path: Path, card: str, capability: str, versions: dict[str, str]) -> 
     return table, figures
 
 
+def plan(sizes: Sequence[str] | None) -> list[tuple[str, str]]:
+    """Operations and their sizes in the order of their turn: at every given D/V all of them, at each of `SIZES` those
+    whose models have it.
+    """
+    found = []
+    for text in SIZES if sizes is None else sizes:
+        for operation in flash_linear_attention.OPERATIONS:
+            if sizes is not None or (operation == ssd.RULE) == (text == MAMBA2):
+                value_size = text.partition("/")[2]
+                is_norm = operation == rms_norm_gated.OPERATION
+                found.append((operation, f"{value_size}/{value_size}" if is_norm else text))
+    return found
+
+
 def tune(
     out: Path | None,
     *,
-    sizes: Sequence[str],
+    sizes: Sequence[str] | None,
     rows: Sequence[int],
     limit: float,
     jobs: int,
@@ -475,7 +499,7 @@ def tune(
     """Write the file of the present card into the folder `out` (None: where the write rules look for it).
 
     Args:
-        sizes: "D/V", in the order in which they are tuned.
+        sizes: "D/V", in the order in which they are tuned; None for those of the models, see `plan`.
         rows: batch sizes; a configuration is judged by its mean time over them.
         limit: seconds after which nothing new is begun.
         jobs: processes that compile.
@@ -488,7 +512,7 @@ def tune(
     for rule in flash_linear_attention.RULES:
         if reason := flash_linear_attention.reason_against(rule, torch.cuda.current_device()):
             raise ValueError(reason)
-    for text in sizes:
+    for text in sizes or ():
         parts = text.split("/")
         multiple = flash_linear_attention.MULTIPLE
         if len(parts) != 2 or not all(part.isdigit() and int(part) % multiple == 0 for part in parts):
@@ -500,7 +524,7 @@ def tune(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / flash_linear_attention.card_file(card)
     table, figures = _start(path, card, capability, versions)
-    figures["settings"]["rows"] = list(rows)
+    figures["settings"] |= {"rows": list(rows), "heads": HEADS}
     say(f"{card}, {', '.join(f'{name} {version}' for name, version in versions.items())}: {path}")
     started = time.monotonic()
     tuner = Tuner(
@@ -514,13 +538,10 @@ def tune(
         save=lambda value: write_json_atomically(path, value),
     )
     tuner.save(figures)  # a place that cannot be written is known before minutes are spent
-    for text in sizes:
-        for operation in flash_linear_attention.OPERATIONS:
-            if not tuner.time_is_up():
-                value_size = text.partition("/")[2]
-                is_norm = operation == rms_norm_gated.OPERATION
-                tuner.sizes(operation, f"{value_size}/{value_size}" if is_norm else text)
-                torch.cuda.empty_cache()
+    for operation, text in plan(sizes):
+        if not tuner.time_is_up():
+            tuner.sizes(operation, text)
+            torch.cuda.empty_cache()
     missing = sum(
         milliseconds is None
         for by_sizes in figures["milliseconds"].values()

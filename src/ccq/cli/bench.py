@@ -255,7 +255,10 @@ def _add_tune(subjects: Commands) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write there; default: the installed package")
     parser.add_argument(
-        "--sizes", nargs="+", metavar="D/V", help="head sizes; default 256/512 64/64 64/128 128/128 128/256"
+        "--sizes",
+        nargs="+",
+        metavar="D/V",
+        help="head sizes; default 256/512 64/64 64/128 128/128 128/256 for GLA and Gated DeltaNet, 128/64 for Mamba2",
     )
     parser.add_argument(
         "--rows", type=positive, nargs="+", default=[1, 8], metavar="N", help="batch sizes; default 1 8"
@@ -269,11 +272,11 @@ def _add_tune(subjects: Commands) -> None:
 
 def _tune(parsed: argparse.Namespace) -> int:
     from ccq.bench.machine import cores
-    from ccq.bench.tune import SIZES, tune
+    from ccq.bench.tune import tune
 
     tune(
         parsed.out,
-        sizes=parsed.sizes or SIZES,
+        sizes=parsed.sizes,
         rows=parsed.rows,
         limit=parsed.limit,
         jobs=parsed.jobs or cores(),

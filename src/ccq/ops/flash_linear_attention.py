@@ -32,7 +32,7 @@ from torch import Tensor
 PACKAGE = "flash-linear-attention"
 SERIES = "0.6"
 """The releases whose inner functions are called here."""
-RULES = ("gla", "gated_delta_rule")
+RULES = ("gla", "gated_delta_rule", "ssd")
 OPERATIONS = (*RULES, "rms_norm_gated")
 """What has configurations. D and V of a norm are both its size."""
 CHUNK = 64
@@ -137,7 +137,7 @@ def _reason_against(operation: str, capability: tuple[int, int] | None) -> str:
     if _release(installed)[:2] != _release(SERIES):
         return f"{PACKAGE} {installed} is installed, but {SERIES}.x is needed; pip install 'ccq-attention[gpu]'"
     hopper = capability is not None and capability[0] == 9
-    if operation == "gated_delta_rule" and hopper and (3, 4, 0) <= _release(triton) < (3, 7, 1):
+    if operation in ("gated_delta_rule", "ssd") and hopper and (3, 4, 0) <= _release(triton) < (3, 7, 1):
         return f"Triton {triton} compiles wrong gradients of this rule on Hopper cards; install Triton 3.7.1 or newer"
     return ""
 
