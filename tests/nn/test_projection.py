@@ -42,7 +42,8 @@ class LowRank(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = (nn.Parameter(torch.randn(shape)) for shape in ((2, HIDDEN), (base.out_features, 2)))
+        shapes = (2, base.in_features), (base.out_features, 2)
+        self.down, self.up = (nn.Parameter(torch.randn(shape)) for shape in shapes)
         self.to(base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -228,12 +229,13 @@ def test_a_layer_is_the_same_layer(
         x = torch.randn(*shape, HIDDEN, device=DEVICE).to(dtype)
         used.clear()
         together = results(layer, x)
-        assert used == (["gated"] if name == "swiglu" else ["joint"])
+        # All maps of the input together, and the one behind.
+        assert used == ["gated" if name == "swiglu" else "joint", "joint"]
         with monkeypatch.context() as patch:
             for module in (projection, joint_linear):
                 patch.setattr(module, "is_chosen", lambda *_: False)
             apart = results(layer, x)
-        assert len(used) == 1
+        assert len(used) == 2
         eps = torch.finfo(dtype).eps
         for number, values in enumerate(zip(together, apart, results(exact, x.double()), strict=True)):
             ours, theirs, value = values
@@ -253,13 +255,15 @@ def test_logits_of_the_delta_rules_gates_are_not_rounded(dtype: torch.dtype, use
         assert_close("logits", logits, x.double() @ each.weight.double().t(), 1e-5)
 
 
+@pytest.mark.usefixtures("gpu_rounding")
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> None:
     """A hook, or an adapter in the place of any one of them."""
     layer, x = make(name, torch.bfloat16), torch.randn(3, 1, HIDDEN, device=DEVICE).bfloat16()
-    names = [path for path, each in layer.named_modules() if isinstance(each, nn.Linear) and each.in_features == HIDDEN]
-    assert len(names) >= (2 if name == "swiglu" else 5)
+    maps = {path: each for path, each in layer.named_modules() if isinstance(each, nn.Linear)}
+    names = [path for path, each in maps.items() if each.in_features == HIDDEN or path in ("o_proj", "down_proj")]
+    assert len(names) >= (3 if name == "swiglu" else 6)
     for path in names:
         parent, _, last = path.rpartition(".")
         owner, plain = layer.get_submodule(parent), layer.get_submodule(path)
@@ -269,11 +273,15 @@ def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> No
         used.clear()
         results(layer, x)
         handle.remove()
-        assert len(calls) == 1 and used == [], path
+        # The maps of the input are together or apart, the one behind goes by itself.
+        behind = path in ("o_proj", "down_proj")
+        expected = ["gated" if name == "swiglu" else "joint"] if behind else ["joint"]
+        assert len(calls) == 1 and used == expected, path
+        used.clear()
         setattr(owner, last, LowRank(plain))
         heard = results(layer, x)[0]
         setattr(owner, last, plain)
-        assert used == [] and not torch.allclose(heard, before), path
+        assert used == expected and not torch.allclose(heard, before), path
 
 
 @pytest.mark.usefixtures("gpu_rounding")

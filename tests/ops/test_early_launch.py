@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +55,27 @@ def test_where_kernels_start_early(
 ) -> None:
     module._is_known.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.setattr(module, "_driver_version", lambda: driver)
     monkeypatch.setattr(torch.version, "hip", hip)
     found = module.early_launch(torch.device(device))
     module._is_known.cache_clear()
     assert found == ({"EARLY": True, "launch_pdl": True} if expected else {"EARLY": False})
+
+
+def test_the_version_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, found: Any) -> int:
+            found._obj.value = 12_080
+            return 0
+
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    assert module._driver_version() == 12_080
+    for broken in (absent, lambda name: object()):
+        monkeypatch.setattr(ctypes, "CDLL", broken)
+        assert module._driver_version() == 0

@@ -10,6 +10,7 @@ longer the more was asked for.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -37,6 +38,16 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _is_known(index: int | None) -> bool:
-    if torch.version.hip is not None or torch._C._cuda_getDriverVersion() < 12_030:  # type: ignore[attr-defined]
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (9, 0):
         return False
-    return torch.cuda.get_device_capability(index) >= (9, 0)
+    return _driver_version() >= 12_030
+
+
+def _driver_version() -> int:
+    """Of CUDA that the driver has, 1000 major + 10 minor, which torch does not tell; 0 where it cannot be asked."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value

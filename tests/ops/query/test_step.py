@@ -4,6 +4,12 @@ in float64.
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -280,3 +286,19 @@ def test_in_place_compiles_without_a_break_and_agrees() -> None:
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(compiled, eager)
     assert not torch.equal(results[0][1], fields[0])
+
+
+def test_all_is_loaded_before_any_of_it_is_overwritten() -> None:
+    """Where several threads load one number, a barrier stands in front of the first store. For all sizes, because the
+    compiler lays small ones out in other ways.
+    """
+    script = Path(__file__).with_name("compile_overwriting.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 5 * (2 * 2 + 2 + 1)
+    for kernel, size, order in found:
+        # A single thread counts the token.
+        order = order.removesuffix("LS") if kernel == "_triangle_kernel" else order
+        assert re.fullmatch("[LB]+B[SB]+", order), (kernel, size, order)

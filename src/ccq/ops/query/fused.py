@@ -245,6 +245,13 @@ def _(
     return *rows, *(last_total.new_empty(shape if options[-1] else 0) for shape in shapes)
 
 
+def _compiles_ahead(q: Tensor) -> bool:
+    """Whether kernels of the backward pass can be compiled while the forward pass runs: not for the tensors of a
+    compiler, which hold nothing, and not into a capture.
+    """
+    return q.is_cuda and type(q) is Tensor and not torch.cuda.is_current_stream_capturing()
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, gate, second_moment, _, count, mask, boundaries, unit_queries, unit_keys, centred, return_correction, _ = (
         inputs
@@ -260,6 +267,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     )
     ctx.mark_non_differentiable(last_count, reciprocal, vectors, mean)
     ctx.set_materialize_grads(False)
+    if _compiles_ahead(q):
+        _kernels().compile_backward_ahead(
+            q.shape, q.dtype, q.device, gate.dtype, output[0].dtype, full=mask is None and boundaries is None,
+            has_moment=second_moment is not None, unit_queries=unit_queries, unit_keys=unit_keys, centred=centred,
+            state_gradients=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
+        )  # fmt: skip
 
 
 def _backward(

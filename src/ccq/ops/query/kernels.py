@@ -38,7 +38,9 @@ Where `copies_apart` holds, `_covariance` and `_key_gradients` are those of `hop
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -914,10 +916,10 @@ GLUON_RELEASE = "3.7.1"
 def copies_apart(q: Tensor, plan: Plan, config: Configuration, centred: bool) -> bool:
     """Whether the kernels of `hopper.py`, which have a warp for copies alone, take such a call."""
     return (
-        q.is_cuda
+        plan.begin.is_cuda
         and not interpreted()
         and triton.__version__.startswith(GLUON_RELEASE)
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and torch.cuda.get_device_capability(plan.begin.device) == (9, 0)
         and q.dtype == torch.bfloat16
         and (q.shape[3], config.block, config.chunk) == (256, 64, 256)
         and centred
@@ -1023,16 +1025,20 @@ class Rows(NamedTuple):
 
 Result = TypeVar("Result")
 _compiled_variants: set[tuple[Any, ...]] = set()
+_under_way: dict[tuple[Any, ...], threading.Thread] = {}
+"""Variants of `_compiled_variants` that are being compiled in the background."""
 
 
 class Launcher:
-    """The kernels for one shape of input, with their constants filled in."""
+    """The kernels for one shape of input, with their constants filled in. Of inputs on the meta device nothing is
+    launched: kernels are compiled for the device of the plan.
+    """
 
     def __init__(
         self, q: Tensor, plan: Plan, config: Configuration, unit_queries: bool, unit_keys: bool, centred: bool
     ) -> None:
         self.rows, self.tokens, self.heads, self.size = q.shape
-        self.device, self.dtype = q.device, q.dtype
+        self.device, self.place, self.dtype = plan.begin.device, q.device, q.dtype
         self.plan, self.config = plan, config
         self.compile_only = False
         self.sequences, self.blocks = plan.begin.shape[0], plan.owner.shape[0]
@@ -1067,24 +1073,40 @@ class Launcher:
         """What `launch_all` returns, its kernels compiled side by side where they may be new.
 
         The variant, with what a launcher knows, decides which kernels are needed. Where it leaves something out they
-        are compiled at their launch, one after the other.
+        are compiled at their launch, one after the other. With inputs on the meta device they are compiled in the
+        background, and a later call for such inputs waits for that.
         """
         variant = (self.device, self.dtype, self.heads, self.size, self.unit_queries, self.normalize_keys, self.centred,
                    self.config, self.plan.full, self.copies_apart, self.segments > 1, *variant)  # fmt: skip
-        if variant not in _compiled_variants and not interpreted():
+        ahead, new = self.place.type == "meta", variant not in _compiled_variants and not interpreted()
+        if new:
             _compiled_variants.add(variant)
-            self.compile_only = True
-            # A kernel that does not compile says so when it is launched.
-            with (
-                concurrent.futures.ThreadPoolExecutor() as threads,
-                triton.AsyncCompileMode(threads, ignore_errors=True),
-            ):
-                launch_all()
-            self.compile_only = False
+        if ahead:
+            if new:
+                thread = threading.Thread(target=self._compile, args=(launch_all,), name="ccq-compile", daemon=True)
+                _under_way[variant] = thread
+                thread.start()
+            return None  # type: ignore[return-value]  # of inputs that hold nothing
+        if variant in _under_way:
+            _under_way.pop(variant).join()
+        elif new:
+            self._compile(launch_all)
         return launch_all()
 
+    def _compile(self, launch_all: Callable[[], Any]) -> None:
+        self.compile_only = True
+        # A kernel that does not compile says so when it is launched.
+        with (
+            contextlib.suppress(Exception) if self.place.type == "meta" else contextlib.nullcontext(),
+            torch.cuda.device_of(self.plan.begin),
+            concurrent.futures.ThreadPoolExecutor() as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),
+        ):
+            launch_all()
+        self.compile_only = False
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.place)
 
     def empty_blocks(self) -> Tensor:
         return self.empty(self.heads * self.blocks * self.config.block, self.width, dtype=self.dtype)
@@ -1269,6 +1291,30 @@ def backward(
     if dr is None or kept.correction is None:
         return gradients
     return gradients._replace(gate=-(dy.float() * kept.correction).sum(-1))
+
+
+@functools.lru_cache(maxsize=64)
+def compile_backward_ahead(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, gate_dtype: torch.dtype, query_dtype: torch.dtype,
+    *, full: bool, has_moment: bool, unit_queries: bool, unit_keys: bool, centred: bool, state_gradients: bool,
+) -> None:  # fmt: skip
+    """Begin to compile, in the background, what `backward` launches for input of that shape where a gradient reaches
+    the query and the keys that were handed on, as in training. `full` without padding and documents. Once for each
+    kind of call.
+    """
+    rows, tokens, heads, size = shape
+    config = configuration(dtype, size, device)
+    plan = _rows_plan(rows, tokens, config.block, config.chunk, device)
+    if not full:
+        plan = plan._replace(full=False)
+    empty = functools.partial(torch.empty, device="meta")
+    x, number = empty(shape, dtype=dtype), empty(shape[:3])
+    kept = Kept(None, empty(rows, heads, size), number, empty(len(plan.owner), heads, size), number)
+    backward(
+        x, x, empty(shape[:3], dtype=gate_dtype), empty(shape, dtype=query_dtype), None, None, None, kept,
+        empty(rows, heads, size, size) if has_moment else None, plan.nothing, plan, config, unit_queries=unit_queries,
+        unit_keys=unit_keys, centred=centred, state_gradients=state_gradients, beside=x,
+    )  # fmt: skip
 
 
 def backward_through(

@@ -151,6 +151,8 @@ def _triangle_kernel(
         b_kc, b_kd, b_kl, b_ks = b_kc * b_rk, b_kd * b_rk, b_kl * b_rk, b_ks * b_rk
     b_moment += tl.where(is_long, b_kl[:, None] * b_kc, b_ks[:, None] * b_kd)
     b_diagonal += b_ks * b_ks
+    # Several threads may load the same number; all must have it before one of them overwrites it.
+    tl.debug_barrier()
     tl.store(here + at, b_moment, mask=fits)
     tl.store(here + LENGTH - 1 - row, b_diagonal, mask=row < SHORT)
     b_long, b_short = tl.where(is_long, b_moment, 0.0), tl.where(is_short, b_moment, 0.0)
@@ -227,6 +229,7 @@ def _finish_kernel(
     if UNIT_KEYS:
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + EPS)
     b_m += b_k
+    tl.debug_barrier()
     tl.store(total + head * D + column, b_m, mask=column < D)
     b_r = (b_r + tl.sum(b_others, 0)) / b_t
     if CENTRED:

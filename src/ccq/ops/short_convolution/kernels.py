@@ -229,6 +229,8 @@ def _token(x, weight, state, y, n, tile, C: tl.constexpr, W: tl.constexpr, BC: t
     b_s = taps[0] * window[0].to(tl.float32)
     for i in tl.static_range(1, W):
         b_s += taps[i] * window[i].to(tl.float32)
+    # Several threads may load the same number; all must have it before one of them overwrites it.
+    tl.debug_barrier()
     for i in tl.static_range(W - 1):
         tl.store(state + i * C + column, window[i + 1], mask=fits)
     b_y = b_s / _reciprocal_share(b_s)

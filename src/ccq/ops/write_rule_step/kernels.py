@@ -68,6 +68,8 @@ def _token_kernel(
     if DELTA:
         b_u = tl.load(beta + head).to(tl.float32) * (b_u - tl.sum(b_s * b_k[:, None], 0))
     b_s += b_k[:, None] * b_u
+    # Several threads may load the same number; all must have it before one of them overwrites it.
+    tl.debug_barrier()
     tl.store(new + at, b_s, mask=fits)
     b_o = scale * tl.sum(b_s * b_q[:, None], 0)
     tl.store(output + head * V + value, b_o.to(output.dtype.element_ty), mask=has_value)
