@@ -259,8 +259,8 @@ def test_logits_of_the_delta_rules_gates_are_not_rounded(dtype: torch.dtype, use
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> None:
-    """A hook, or an adapter in the place of any one of them."""
-    layer, x = make(name, torch.bfloat16), torch.randn(3, 1, HIDDEN, device=DEVICE).bfloat16()
+    """A hook, or an adapter in the place of any one of them. Of two tokens, because decays do nothing to the first."""
+    layer, x = make(name, torch.bfloat16), torch.randn(3, 2, HIDDEN, device=DEVICE).bfloat16()
     maps = {path: each for path, each in layer.named_modules() if isinstance(each, nn.Linear)}
     names = [path for path, each in maps.items() if each.in_features == HIDDEN or path in ("o_proj", "down_proj")]
     assert len(names) >= (3 if name == "swiglu" else 6)

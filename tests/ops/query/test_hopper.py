@@ -77,10 +77,9 @@ def test_other_calls_are_left_to_the_kernels_that_take_all(monkeypatch: pytest.M
         is_cuda: bool = True, **changes: Any,
     ) -> bool:  # fmt: skip
         shape = (2, tokens, 3, size)
-        q: Any = SimpleNamespace(
-            is_cuda=is_cuda, device="cuda", dtype=dtype, shape=shape, numel=lambda: 2 * tokens * 3 * size
-        )
-        plan = kernels.make_plan(2, tokens, None, None, config, torch.device("cpu"))
+        # The plan says which card it is, of input that may be on the meta device.
+        q, begin = torch.empty(shape, dtype=dtype, device="meta"), SimpleNamespace(is_cuda=is_cuda, device="cuda")
+        plan = kernels.make_plan(2, tokens, None, None, config, torch.device("cpu"))._replace(begin=begin)
         return kernels.copies_apart(q, plan._replace(**changes), config, centred)
 
     assert chosen()
