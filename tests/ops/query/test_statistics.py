@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers import assert_close
 
 from ccq.ops.query import KeyStatistics, PackedKeyStatistics
+from ccq.ops.query.statistics import _kept_places, pack_triangle
 
 
 def place(i: int, j: int, size: int) -> int:
@@ -58,3 +59,18 @@ def test_what_stands_above_the_diagonal_does_not_count(dtype: torch.dtype) -> No
     packed = PackedKeyStatistics.of(dirty)
     assert packed.triangle.dtype == dtype
     assert_close("second moment", packed.unpacked().second_moment, statistics.second_moment, 0.0)
+
+
+def test_what_is_kept_of_one_kind_of_call_serves_the_others() -> None:
+    """The tables, which are made once for a size, are neither those of a compiler nor of the inference mode."""
+    statistics, size = draw(9), 9
+    _kept_places.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        assert pack_triangle(torch.empty(2, size, size)).shape == (2, 45)
+    with torch.inference_mode():
+        packed = PackedKeyStatistics.of(statistics)
+    pack = torch.compile(lambda x: pack_triangle(x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(pack(statistics.second_moment), packed.triangle)
+    leaf = statistics.second_moment.clone().requires_grad_()
+    pack_triangle(leaf).sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones(size, size).tril().double().expand(2, 3, -1, -1))

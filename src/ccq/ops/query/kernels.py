@@ -1307,7 +1307,7 @@ def compile_backward_ahead(
     plan = _rows_plan(rows, tokens, config.block, config.chunk, device)
     if not full:
         plan = plan._replace(full=False)
-    empty = functools.partial(torch.empty, device="meta")
+    empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
     x, number = empty(shape, dtype=dtype), empty(shape[:3])
     kept = Kept(None, empty(rows, heads, size), number, empty(len(plan.owner), heads, size), number)
     backward(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ccq.ops.checks import accumulation_dtype, check_device, check_shape, check_state
@@ -63,26 +63,44 @@ class PackedKeyStatistics(NamedTuple):
 
 def pack_triangle(matrix: Tensor) -> Tensor:
     """Symmetric [..., D, D] -> [..., D (D + 1) / 2], in the order of `PackedKeyStatistics`. Differentiable."""
-    size = matrix.shape[-1]
-    above = size // 2
-    long = matrix[..., above:, :].tril(above).flip(-2)
-    short = F.pad(matrix[..., :above, :].tril(-1).flip(-1), (0, 0, 0, size % 2))
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)[..., :above].flip(-1)
-    # Of an odd size the diagonal ends the rectangle, whose last row nothing else shares.
-    rectangle = (long + short).flatten(-2)[..., : size * (size + 1) // 2 - above]
-    return torch.cat((rectangle, diagonal), -1)
+    _, kept = _places(matrix, matrix.shape[-1])
+    return matrix.flatten(-2).index_select(-1, kept)
 
 
 def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
     """The inverse of `pack_triangle` for D = `size`."""
-    above = size // 2
-    rectangle = triangle[..., : size * (size - above)].unflatten(-1, (size - above, size))
-    long = rectangle.flip(-2).tril(above)
-    short = rectangle[..., :above, :].flip(-1).tril(-1)
-    diagonal = triangle[..., triangle.shape[-1] - above :].flip(-1)
-    short = short + F.pad(torch.diag_embed(diagonal), (0, size - above))
-    lower = torch.cat((short, long), -2)
-    return lower + lower.tril(-1).mT
+    places, _ = _places(triangle, size)
+    return triangle.index_select(-1, places).unflatten(-1, (size, size))
+
+
+def _places(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where each number of the matrix stands in the triangle [D D], and of the matrix each number of the triangle
+    [D (D + 1) / 2]: int64 on the device of `like`.
+    """
+    # A compiler's tensors go with none that are real, and what is made in a capture is empty until that is replayed.
+    if type(like) is not Tensor or torch.compiler.is_compiling():
+        return _make_places(size, like.device)
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _make_places(size, like.device)
+    return _kept_places(size, like.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Tensors of the inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        return _make_places(size, device)
+
+
+def _make_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    row = torch.arange(size, device=device)
+    i, j = torch.maximum(row[:, None], row), torch.minimum(row[:, None], row)
+    short = torch.where(i == j, size * (size + 1) // 2 - 1 - i, i * size + size - 1 - j)
+    places = torch.where(2 * i >= size - 1, (size - 1 - i) * size + j, short).flatten()
+    # The numbers in the order of their places, without those above the diagonal.
+    above = (row > row[:, None]).flatten()
+    kept = (places + above * size * size).argsort()[: size * (size + 1) // 2]
+    return places, kept
 
 
 def check_statistics(statistics: KeyStatistics, sequences: int, like: Tensor) -> None:
