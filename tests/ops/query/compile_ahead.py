@@ -44,7 +44,7 @@ def passes(size: int, beside: bool) -> dict[str, Any]:
     gate, number, total = torch.zeros(1, 512, 2), torch.zeros(1, 512, 2), torch.zeros(1, 2, size)
     compiled.clear()
     described = (q.shape, q.dtype, CPU, gate.dtype, q.dtype)
-    kernels.compile_backward_ahead(*described, full=True, has_moment=False, **OPTIONS)
+    kernels.compile_backward_ahead(*described, full=True, padded=False, has_moment=False, **OPTIONS)
     (thread,) = kernels._under_way.values()
     thread.join()
     ahead = sorted(compiled)

@@ -77,10 +77,10 @@ def test_what_is_compiled_ahead(asked: list[tuple[Any, ...]]) -> None:
     assert asked == [], "nobody wants a gradient"
     k.requires_grad_()
     described = (q.shape, q.dtype, q.device, gate.dtype, q.dtype)
-    plain = {"unit_queries": True, "unit_keys": True, "centred": True, "state_gradients": False}
+    plain = {"padded": False, "unit_queries": True, "unit_keys": True, "centred": True, "state_gradients": False}
     for options, changes in (
         ({}, {"full": True, "has_moment": False}),
-        ({"mask": mask}, {"full": False, "has_moment": False}),
+        ({"mask": mask}, {"full": False, "padded": True, "has_moment": False}),
         ({"cu_seqlens": edges}, {"full": False, "has_moment": False}),
         ({"statistics": state, "normalize": "keys"}, {"full": True, "has_moment": True, "unit_queries": False}),
         ({"statistics": learned, "centred": False}, {"has_moment": True, "centred": False, "state_gradients": True}),

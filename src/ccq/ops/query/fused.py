@@ -270,8 +270,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     if _compiles_ahead(q):
         _kernels().compile_backward_ahead(
             q.shape, q.dtype, q.device, gate.dtype, output[0].dtype, full=mask is None and boundaries is None,
-            has_moment=second_moment is not None, unit_queries=unit_queries, unit_keys=unit_keys, centred=centred,
-            state_gradients=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
+            padded=mask is not None, has_moment=second_moment is not None, unit_queries=unit_queries,
+            unit_keys=unit_keys, centred=centred, state_gradients=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
         )  # fmt: skip
 
 

@@ -1087,8 +1087,9 @@ class Launcher:
                 _under_way[variant] = thread
                 thread.start()
             return None  # type: ignore[return-value]  # of inputs that hold nothing
-        if variant in _under_way:
-            _under_way.pop(variant).join()
+        under_way = _under_way.pop(variant, None)
+        if under_way is not None:
+            under_way.join()
         elif new:
             self._compile(launch_all)
         return launch_all()
@@ -1296,7 +1297,8 @@ def backward(
 @functools.lru_cache(maxsize=64)
 def compile_backward_ahead(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, gate_dtype: torch.dtype, query_dtype: torch.dtype,
-    *, full: bool, has_moment: bool, unit_queries: bool, unit_keys: bool, centred: bool, state_gradients: bool,
+    *, full: bool, padded: bool, has_moment: bool, unit_queries: bool, unit_keys: bool, centred: bool,
+    state_gradients: bool,
 ) -> None:  # fmt: skip
     """Begin to compile, in the background, what `backward` launches for input of that shape where a gradient reaches
     the query and the keys that were handed on, as in training. `full` without padding and documents. Once for each
@@ -1313,7 +1315,7 @@ def compile_backward_ahead(
     backward(
         x, x, empty(shape[:3], dtype=gate_dtype), empty(shape, dtype=query_dtype), None, None, None, kept,
         empty(rows, heads, size, size) if has_moment else None, plan.nothing, plan, config, unit_queries=unit_queries,
-        unit_keys=unit_keys, centred=centred, state_gradients=state_gradients, beside=x,
+        unit_keys=unit_keys, centred=centred, state_gradients=state_gradients, beside=None if padded else x,
     )  # fmt: skip
 
 
