@@ -1,7 +1,8 @@
-"""Several linear maps of the same few vectors in one kernel, as decoding needs them.
+"""Linear maps of few vectors, as decoding needs them: several of the same vectors in one kernel, or one.
 
 With 8 vectors a linear map takes the time in which its weight is read, and a matrix library, which launches a kernel
-for each map, needs about as long again to begin and to end. No gradients: where they are wanted there are many vectors.
+for each map, needs about as long again to begin and to end. The kernel of a map alone is no faster than the library's,
+but starts while the one before it ends. No gradients: where they are wanted there are many vectors.
 
 | operator | what it is |
 | --- | --- |
