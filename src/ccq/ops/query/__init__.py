@@ -6,7 +6,7 @@ replaces q by q - lambda Sigma q, where Sigma is the covariance of the keys seen
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -280,30 +280,21 @@ def update_and_read_(
             "update_and_read_ overwrites the statistics and knows no gradients; call it under torch.no_grad(), or "
             "take curvature_conditioned_query"
         )
-    if _choose(backend, q) == "triton":
-        query, correction = fused_update_and_read_(
-            q,
-            k,
-            gate,
-            statistics,
-            unit_queries=unit_queries,
-            unit_keys=unit_keys,
-            centred=centred,
-            return_correction=return_correction,
-            query_dtype=query_dtype,
-        )
+    chosen = _choose(backend, q)
+    options: dict[str, Any] = {"unit_queries": unit_queries, "unit_keys": unit_keys, "centred": centred}
+    if chosen == "triton":
+        options |= {"return_correction": return_correction, "query_dtype": query_dtype}
+        query, correction = fused_update_and_read_(q, k, gate, statistics, **options)
         return UpdateAndReadResult(query, correction, statistics)
-    query, correction, last = curvature_conditioned_query(
-        q,
-        k,
-        gate.value() if isinstance(gate, LinearGate) else gate,
-        statistics=statistics.unpacked(),
-        normalize=normalize,
-        centred=centred,
-        return_correction=return_correction,
-        query_dtype=query_dtype,
-        backend=backend,
-    )
+    options |= {"mask": None, "boundaries": None}
+    with torch.autocast(q.device.type, enabled=False):
+        inputs = (q, k, gate.value() if isinstance(gate, LinearGate) else gate, statistics.unpacked())
+        if chosen == "torch":
+            options |= {"return_correction": return_correction, "query_dtype": query_dtype}
+            query, correction, last = chunked_curvature_conditioned_query(*inputs, **options)
+        else:
+            query, found, last = curvature_conditioned_query_reference(*inputs, **options)
+            query, correction = query.to(query_dtype), found if return_correction else None
     for field, new in zip(statistics, PackedKeyStatistics.of(last), strict=True):
         field.copy_(new)
     return UpdateAndReadResult(query, correction, statistics)

@@ -64,13 +64,18 @@ class PackedKeyStatistics(NamedTuple):
 def pack_triangle(matrix: Tensor) -> Tensor:
     """Symmetric [..., D, D] -> [..., D (D + 1) / 2], in the order of `PackedKeyStatistics`. Differentiable."""
     _, kept = _places(matrix, matrix.shape[-1])
-    return matrix.flatten(-2).index_select(-1, kept)
+    return _take(matrix.flatten(-2), kept)
 
 
 def unpack_triangle(triangle: Tensor, size: int) -> Tensor:
     """The inverse of `pack_triangle` for D = `size`."""
     places, _ = _places(triangle, size)
-    return triangle.index_select(-1, places).unflatten(-1, (size, size))
+    return _take(triangle, places).unflatten(-1, (size, size))
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    # On a CPU many times as fast as index_select.
+    return x.gather(-1, places.expand(*x.shape[:-1], -1))
 
 
 def _places(like: Tensor, size: int) -> tuple[Tensor, Tensor]:
