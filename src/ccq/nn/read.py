@@ -457,16 +457,15 @@ class CurvatureConditionedQuery(GatedReadStep):
             and not any(field.requires_grad for field in statistics)
         )
         linear = self._linear_gate(q, presplit_query) if overwrites else None
-        if linear is not None:
-            done = update_and_read_(q, k, linear, cast(PackedKeyStatistics, statistics), **options)
-            return ReadResult(done.query, done.statistics)
-        strength, q = self._strength(
-            q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
-        )
-        lam = self._multiplied(strength, q)
+        lam: Any = linear
+        if linear is None:
+            strength, q = self._strength(
+                q, presplit_query, statistics=statistics, mask=mask, cu_seqlens=cu_seqlens, normalized=normalized
+            )
+            lam = self._multiplied(strength, q)
         if overwrites:
-            done = update_and_read_(q, k, lam, cast(PackedKeyStatistics, statistics), **options)
-            result, correction = ReadResult(done.query, done.statistics), done.correction
+            query, correction, last = update_and_read_(q, k, lam, cast(PackedKeyStatistics, statistics), **options)
+            result = ReadResult(query, last)
         else:
             if isinstance(statistics, PackedKeyStatistics):
                 statistics = statistics.unpacked()

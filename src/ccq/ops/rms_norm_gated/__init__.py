@@ -27,7 +27,7 @@ OPERATION = "rms_norm_gated"
 MAX_SIZE = 512
 """The largest V of the kernels that take several vectors a program."""
 FEW_VECTORS = 512
-"""So many may be few."""
+"""The most that are few: one for each row and head of a decoding step."""
 
 
 @custom_operator(
