@@ -21,7 +21,7 @@ from ccq.models import CCQCache, CCQForCausalLM, preset
 from ccq.nn.mixers import state_tensors
 from ccq.ops.gated_delta_rule import gated_delta_rule_reference
 from ccq.ops.gla import gated_linear_attention_reference
-from ccq.ops.joint_linear import gated_linear, joint_linear
+from ccq.ops.joint_linear import add_linear, gated_linear, joint_linear
 from ccq.ops.query import (
     KeyStatistics,
     LinearGate,
@@ -95,6 +95,22 @@ def test_gated_linear(dtype: torch.dtype, inputs: int, size: int) -> None:
         found[vectors] = gated_linear(x[:vectors], *weights)
         gate, y = (x[:vectors].double() @ weight.double().t() for weight in weights)
         assert_close(f"{vectors} vectors", found[vectors], F.silu(gate) * y, rounding(dtype))
+    assert torch.equal(found[1][0], found[8][0]) and torch.equal(found[8], found[16][:8])
+
+
+@pytest.mark.parametrize(("inputs", "size"), [(5632, 2048), (700, 130)])
+@by_half
+def test_add_linear(dtype: torch.dtype, inputs: int, size: int) -> None:
+    (weight,), x, residual = (
+        draw_maps(inputs, (size,), dtype),
+        draw(16, inputs, dtype=dtype),
+        draw(16, size, dtype=dtype),
+    )
+    found = {}
+    for vectors in (1, 8, 16):
+        found[vectors] = add_linear(residual[:vectors], x[:vectors], weight)
+        assert torch.equal(found[vectors], residual[:vectors] + joint_linear(x[:vectors], [weight])[0])
+    assert_close("sum", found[16], residual.double() + x.double() @ weight.double().t(), rounding(dtype))
     assert torch.equal(found[1][0], found[8][0]) and torch.equal(found[8], found[16][:8])
 
 

@@ -256,6 +256,30 @@ def test_kept_logits_and_hidden_states(arm: str) -> None:
     assert torch.equal(values[0], full.logits)
 
 
+@pytest.mark.parametrize("arm", ["gla+ccq", "transformer"])
+@torch.no_grad()
+def test_a_hook_sees_what_the_mlp_puts_out_by_itself(arm: str) -> None:
+    """Not added to the stream, as a block otherwise has it; nor is that expected of a module in its place."""
+    model, tokens = make(arm), random_tokens(2, 5)
+    before = model(tokens, output_hidden_states=True)
+    block, seen = model.model.layers[0], list[tuple[Tensor, Tensor]]()
+    handle = block.mlp.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+    assert_close("logits", model(tokens).logits, before.logits, 1e-12)
+    handle.remove()
+    ((given, found),) = seen
+    mlp = block.mlp
+    expected = (F.silu(given @ mlp.gate_proj.weight.T) * (given @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+    assert_close("branch", found, expected, 1e-12)
+
+    class Nothing(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros_like(x)
+
+    block.mlp = Nothing()
+    without = model(tokens, output_hidden_states=True).hidden_states[1]
+    assert_close("stream", without, before.hidden_states[1] - found, 1e-12)
+
+
 def test_bad_tokens_and_caches_are_named() -> None:
     model, tokens = make("gla+ccq"), random_tokens(2, 4)
     with pytest.raises(ValueError, match=r"input_ids must be in 0 \.\.\. 22, got values from -1 to"):

@@ -96,4 +96,6 @@ def test_swiglu() -> None:
     x = torch.randn(2, 3, 5)
     gate, up, down = (m.weight.double() for m in (layer.gate_proj, layer.up_proj, layer.down_proj))
     a, b = x.double() @ gate.T, x.double() @ up.T
-    assert_close("output", layer(x), (a / (1 + (-a).exp()) * b) @ down.T, 1e-6)
+    expected = (a / (1 + (-a).exp()) * b) @ down.T
+    assert_close("output", layer(x), expected, 1e-6)
+    assert_close("sum", layer.add_to(x, x), x.double() + expected, 1e-6)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from ccq.nn import CurvatureConditionedQuery, GatedDeltaNet, GatedLinearAttention, SwiGLU, projection
 from ccq.nn.mixers import gated_linear_attention, state_tensors
-from ccq.nn.projection import gated_projection, is_exactly, plain_weights, project
+from ccq.nn.projection import add_projection, gated_projection, is_exactly, plain_weights, project
 from ccq.ops import joint_linear
 
 pytest.importorskip("triton")
@@ -94,7 +94,7 @@ MORE_THAN_THEIR_WEIGHT: dict[str, Callable[[], nn.Module]] = {
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels run on a CPU too; the names of those that ran."""
     found: list[str] = []
-    for name in ("joint", "gated"):
+    for name in ("joint", "gated", "added"):
         inner = getattr(kernels, name)
         monkeypatch.setattr(
             kernels, name, lambda *given, name=name, inner=inner: (found.append(name), inner(*given))[1]
@@ -145,14 +145,16 @@ def test_a_hook_that_is_gone_changes_nothing() -> None:
 def test_few_vectors_are_one_kernel(dtype: torch.dtype, used: list[str]) -> None:
     maps = [linear(outputs, device=DEVICE, dtype=dtype) for outputs in (3, 40, 40)]
     x = torch.randn(2, 5, HIDDEN, device=DEVICE).to(dtype)
-    found, gated = project(x, *maps), gated_projection(x, *maps[1:])
-    assert used == ["joint", "gated"]
+    residual = torch.randn(2, 5, 40, device=DEVICE).to(dtype)
+    found, gated, total = project(x, *maps), gated_projection(x, *maps[1:]), add_projection(residual, x, maps[1])
+    assert used == ["joint", "gated", "added"]
     products = [x.double() @ each.weight.double().t() for each in maps]
     for y, product in zip(found, products, strict=True):
         assert y.dtype == dtype
         assert_close("product", y, product, torch.finfo(dtype).eps / 2)
     _, gate, up = products
     assert_close("gated", gated, gate * torch.sigmoid(gate) * up, 2 * torch.finfo(dtype).eps)
+    assert_close("total", total, residual.double() + gate, torch.finfo(dtype).eps)
 
 
 def test_others_are_the_maps_themselves(used: list[str]) -> None:
@@ -164,6 +166,15 @@ def test_others_are_the_maps_themselves(used: list[str]) -> None:
         for maps, x in ((half, many.bfloat16()), (single, few)):
             assert all(torch.equal(a, b(x)) for a, b in zip(project(x, *maps), maps, strict=True))
             gated_projection(x, *maps)
+            residual = torch.randn(len(x), 3, device=DEVICE).to(x)
+            assert torch.equal(add_projection(residual, x, maps[0]), residual + maps[0](x))
+        # The stream of a model under autocast has more digits than its maps.
+        wide = torch.randn(2, 3, device=DEVICE)
+        assert torch.equal(add_projection(wide, few.bfloat16(), half[0]), wide + half[0](few.bfloat16()))
+    stream = torch.zeros(2, 3, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    add_projection(stream, few.bfloat16(), half[0].requires_grad_(False)).sum().backward()
+    assert stream.grad is not None and torch.equal(stream.grad, torch.ones_like(stream))
+    half[0].requires_grad_()
     project(few.bfloat16(), *half)[0].sum().backward()
     gated_projection(few.bfloat16(), *half).sum().backward()
     assert all(each.weight.grad is not None for each in half) and used == []
@@ -177,6 +188,9 @@ def test_a_map_that_is_more_than_its_weight_is_called(kind: str, used: list[str]
     for maps in ((other, plain), (plain, other)):
         for found, each in zip(project(x, *maps), maps, strict=True):
             assert torch.equal(found, each(x))
+        residual = torch.ones(2, 3, device=DEVICE, dtype=x.dtype)
+        if maps[0] is other:
+            assert torch.equal(add_projection(residual, x, other), residual + other(x))
         gate, up = (each(x).float() for each in maps)
         assert_close("gated", gated_projection(x, *maps), gate * torch.sigmoid(gate) * up, 0.01)
     assert used == []
@@ -191,7 +205,15 @@ def test_a_hook_sees_its_calls(register: str, used: list[str]) -> None:
     getattr(maps[1], register)(lambda module, inputs, *output: seen.append(inputs[0]))
     project(x, *maps)
     gated_projection(x, *maps)
-    assert len(seen) == 2 and all(each is x for each in seen) and used == []
+    add_projection(x[:, :3], x, maps[1])
+    assert len(seen) == 3 and all(each is x for each in seen) and used == []
+
+
+class AddedSwiGLU(SwiGLU):
+    """To its input, as in a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add_to(x, x)
 
 
 def make(name: str, dtype: torch.dtype) -> nn.Module:
@@ -201,6 +223,7 @@ def make(name: str, dtype: torch.dtype) -> nn.Module:
         "gla with convolution": lambda: GatedLinearAttention(HIDDEN, HEADS, SIZE, VALUE, short_convolution=4),
         "gated deltanet": lambda: GatedDeltaNet(HIDDEN, HEADS, SIZE, VALUE, read=read, max_a=2.0),
         "swiglu": lambda: SwiGLU(HIDDEN, 70),
+        "added swiglu": lambda: AddedSwiGLU(HIDDEN, 70),
     }[name]()
     return layer.to(DEVICE, dtype)
 
@@ -212,7 +235,14 @@ def results(layer: nn.Module, x: Tensor, state: Any = None) -> list[Tensor]:
     return [output, *(each for name, each in state_tensors(state).items() if name != "statistics.count")]
 
 
-LAYERS = ("gla", "gla with convolution", "gated deltanet", "swiglu")
+LAYERS = {
+    "gla": ["joint", "joint"],
+    "gla with convolution": ["joint", "joint"],
+    "gated deltanet": ["joint", "joint"],
+    "swiglu": ["gated", "joint"],
+    "added swiglu": ["gated", "added"],
+}
+"""The kernels of each: of all maps of the input together, and of the one behind."""
 
 
 @pytest.mark.usefixtures("gpu_rounding")
@@ -229,8 +259,7 @@ def test_a_layer_is_the_same_layer(
         x = torch.randn(*shape, HIDDEN, device=DEVICE).to(dtype)
         used.clear()
         together = results(layer, x)
-        # All maps of the input together, and the one behind.
-        assert used == ["gated" if name == "swiglu" else "joint", "joint"]
+        assert used == LAYERS[name]
         with monkeypatch.context() as patch:
             for module in (projection, joint_linear):
                 patch.setattr(module, "is_chosen", lambda *_: False)
@@ -263,7 +292,7 @@ def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> No
     layer, x = make(name, torch.bfloat16), torch.randn(3, 2, HIDDEN, device=DEVICE).bfloat16()
     maps = {path: each for path, each in layer.named_modules() if isinstance(each, nn.Linear)}
     names = [path for path, each in maps.items() if each.in_features == HIDDEN or path in ("o_proj", "down_proj")]
-    assert len(names) >= (3 if name == "swiglu" else 6)
+    assert len(names) >= (3 if isinstance(layer, SwiGLU) else 6)
     for path in names:
         parent, _, last = path.rpartition(".")
         owner, plain = layer.get_submodule(parent), layer.get_submodule(path)
@@ -274,8 +303,8 @@ def test_a_layer_hears_what_is_around_its_maps(name: str, used: list[str]) -> No
         results(layer, x)
         handle.remove()
         # The maps of the input are together or apart, the one behind goes by itself.
-        behind = path in ("o_proj", "down_proj")
-        expected = ["gated" if name == "swiglu" else "joint"] if behind else ["joint"]
+        first, last_one = LAYERS[name]
+        expected = [first if path in ("o_proj", "down_proj") else last_one]
         assert len(calls) == 1 and used == expected, path
         used.clear()
         setattr(owner, last, LowRank(plain))

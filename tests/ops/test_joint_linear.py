@@ -10,7 +10,7 @@ from tests.helpers import assert_close
 from torch import Tensor, library
 
 from ccq.ops import joint_linear as module
-from ccq.ops.joint_linear import gated_linear, joint_linear
+from ccq.ops.joint_linear import add_linear, gated_linear, joint_linear
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("gpu_rounding")
@@ -87,6 +87,20 @@ def test_gated_linear_is_its_formula(
     assert (found != rounded).sum() <= 0.02 * found.numel()
 
 
+@by_shape
+@by_dtype
+def test_add_linear_adds_the_map_that_it_is_by_itself(
+    dtype: torch.dtype, shape: tuple[int, ...], inputs: int, sizes: tuple[int, ...]
+) -> None:
+    x, weights = draw(shape, inputs, sizes[:1], dtype)
+    residual = (3 * torch.randn(*shape, sizes[0])).to(dtype).to(DEVICE)
+    before = residual.clone()
+    found = add_linear(residual, x, *weights)
+    assert found.shape == residual.shape and found.dtype == dtype and torch.equal(residual, before)
+    assert_close("sum", found, residual.double() + product(x, *weights), torch.finfo(dtype).eps)
+    assert torch.equal(found, residual + joint_linear(x, weights)[0])
+
+
 @by_dtype
 def test_strided_vectors_and_weights(dtype: torch.dtype) -> None:
     x, weights = draw((4, 2), 70, (40, 40), dtype)
@@ -96,6 +110,9 @@ def test_strided_vectors_and_weights(dtype: torch.dtype) -> None:
     for strided, plain in zip(joint_linear(turned, views, wide=1), joint_linear(x, weights, wide=1), strict=True):
         assert torch.equal(strided, plain)
     assert torch.equal(gated_linear(turned, *views), gated_linear(x, *weights))
+    residual = torch.randn(2, 4, 40).to(DEVICE, dtype).transpose(0, 1)
+    for weight, view in zip(weights, views, strict=True):
+        assert torch.equal(add_linear(residual, turned, view), add_linear(residual.contiguous(), x, weight))
 
 
 @given(
@@ -118,6 +135,8 @@ def test_a_vector_does_not_depend_on_those_beside_it(
         for together, apart in zip(joint_linear(x, weights, wide=1), joint_linear(other, weights, wide=1), strict=True):
             assert torch.equal(together[row], apart[at])
         assert torch.equal(gated_linear(x, *pair)[row], gated_linear(other, *pair)[at])
+        residual, beside = (torch.ones(len(each), sizes[0], device=DEVICE, dtype=dtype) for each in (x, other))
+        assert torch.equal(add_linear(residual, x, pair[0])[row], add_linear(beside, other, pair[0])[at])
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -163,17 +182,22 @@ def test_the_operators_keep_their_promises() -> None:
     for wide in range(3):
         library.opcheck(torch.ops.ccq.joint_linear.default, (x, weights, wide))
     library.opcheck(torch.ops.ccq.gated_linear.default, (x, weights[0], weights[0].flip(0)))
+    library.opcheck(torch.ops.ccq.add_linear.default, (torch.randn_like(x[:, :40]), x, weights[0]))
 
 
-@pytest.mark.parametrize("wanted", ["x", "weight", "both"])
+@pytest.mark.parametrize("wanted", ["x", "weight", "residual", "all"])
 def test_a_gradient_asked_of_the_operators_is_refused(wanted: str) -> None:
     x, weights = draw((3,), 20, (4, 4), torch.float16)
-    leaves = {"x": [x], "weight": [weights[1]], "both": [x, *weights]}[wanted]
+    residual = torch.randn(3, 4, device=DEVICE, dtype=x.dtype)
+    leaves = {"x": [x], "weight": [weights[1]], "residual": [residual], "all": [x, residual, *weights]}[wanted]
     for leaf in leaves:
         leaf.requires_grad_()
     # A constant would pass here, as a gradient of zero.
     aside = sum(leaf.sum() for leaf in leaves)
-    for name, y in (("joint", joint_linear(x, weights)[1]), ("gated", gated_linear(x, *weights))):
+    results = {"add": add_linear(residual, x, weights[1])}
+    if wanted != "residual":
+        results |= {"joint": joint_linear(x, weights)[1], "gated": gated_linear(x, *weights)}
+    for name, y in results.items():
         with pytest.raises(RuntimeError, match=f"ccq::{name}_linear has no derivative"):
             (y.sum() + aside).backward()
 
@@ -184,7 +208,8 @@ def test_compiles_without_a_break_and_agrees() -> None:
     x, weights = draw((3, 1), 70, (40, 33), torch.bfloat16)
 
     def both(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        return *(2 * y for y in joint_linear(x, weights, wide=1)), gated_linear(x + 1, weights[0], weights[0])
+        several = (2 * y for y in joint_linear(x, weights, wide=1))
+        return *several, gated_linear(x + 1, weights[0], weights[0]), add_linear(2 * x[..., :40], x, weights[0])
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for eager, found in zip(both(x, *weights), compiled(x, *weights), strict=True):

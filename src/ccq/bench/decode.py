@@ -239,7 +239,7 @@ class DecodeMeasurement(Measurement):
         for name, found in rounds(timers, self.repeats, self.limit).items():
             speed = self.rows / (found["median_ms"] / 1000)
             rows[name][way] = {**found, "tokens_per_second": speed}
-            parts = [f"  {name:<22}{way:<6}{milliseconds(found['median_ms']):>10} ms a step{speed:>12,.0f} tokens/s"]
+            parts = [f"  {name:<24}{way:<6}{milliseconds(found['median_ms']):>10} ms a step{speed:>12,.0f} tokens/s"]
             floor, state, peak = (rows[name][key] for key in ("floor_tokens_per_second", "state_bytes", "peak_bytes"))
             if floor is not None:
                 parts.append(f"floor {floor:,.0f}")

@@ -35,6 +35,7 @@ from ccq.nn.mixers import GatedDeltaNet, GatedLinearAttention, Mamba2, SoftmaxAt
 from ccq.nn.mixers.common import LayerState
 from ccq.nn.mlp import SwiGLU
 from ccq.nn.norm import ResidualRMSNorm
+from ccq.nn.projection import is_exactly
 from ccq.nn.read import GatedReadStep, ReadStep
 from ccq.nn.reads import READS
 from ccq.ops.checks import values_can_be_read
@@ -158,8 +159,10 @@ class Block(GradientCheckpointingLayer):
         branch, state = self.attn(normed, state=state, mask=mask, cu_seqlens=cu_seqlens, **options)
         if self.mlp is not None and self.mlp_norm is not None:
             normed, x = self.mlp_norm(x, branch)
-            branch = self.mlp(normed)
-        x = x + branch
+            # Whoever watches or replaces the MLP finds what it puts out by itself.
+            x = self.mlp.add_to(x, normed) if is_exactly(self.mlp, SwiGLU) else x + self.mlp(normed)
+        else:
+            x = x + branch
         # What a compiled block puts out has a gradient, if only of zeros, which is carried back through the rule.
         return x, state if keep_state else None
 

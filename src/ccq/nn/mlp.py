@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ccq.nn.projection import gated_projection, project
+from ccq.nn.projection import add_projection, gated_projection, project
 
 
 class SwiGLU(nn.Module):
@@ -22,3 +22,7 @@ class SwiGLU(nn.Module):
         """[..., hidden] -> [..., hidden]"""
         (y,) = project(gated_projection(x, self.gate_proj, self.up_proj), self.down_proj)
         return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + forward(x), both [..., hidden]."""
+        return add_projection(residual, gated_projection(x, self.gate_proj, self.up_proj), self.down_proj)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ccq.ops.joint_linear import gated_linear, is_chosen, joint_linear
+from ccq.ops.checks import needs_gradient
+from ccq.ops.joint_linear import add_linear, gated_linear, is_chosen, joint_linear
 from ccq.ops.swiglu import swiglu
 
 
@@ -45,3 +46,13 @@ def gated_projection(x: Tensor, gate_proj: nn.Module, up_proj: nn.Module) -> Ten
     if weights is not None and is_chosen(x, weights):
         return gated_linear(x, *weights)
     return swiglu(gate_proj(x), up_proj(x))
+
+
+def add_projection(residual: Tensor, x: Tensor, linear: nn.Module) -> Tensor:
+    """residual + linear(x), residual [..., outputs] and x [..., inputs]; as `project`."""
+    weights = plain_weights(linear)
+    alike = residual.dtype == x.dtype and residual.device == x.device and not needs_gradient(residual)
+    if weights is not None and alike and is_chosen(x, weights):
+        return add_linear(residual, x, *weights)
+    y: Tensor = residual + linear(x)
+    return y

@@ -8,6 +8,7 @@ but starts while the one before it ends. No gradients: where they are wanted the
 | --- | --- |
 | ccq::joint_linear | x W^T for several W |
 | ccq::gated_linear | silu(x G^T) * (x W^T) |
+| ccq::add_linear | r + x W^T |
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ def _(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((len(x), len(weight)))
 
 
+@custom_operator("add_linear", schema="(Tensor residual, Tensor x, Tensor weight) -> Tensor")
+def _add(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """residual [R, N], x [R, K], weight [N, K] -> [R, N]."""
+    with torch.cuda.device_of(x):
+        y: Tensor = _kernels().added(residual.contiguous(), x.contiguous(), weight.contiguous())
+    return y
+
+
+@_add.register_fake
+def _(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
 def is_chosen(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether the kernels compute the maps of x."""
     if not (x.is_cuda and TRITON_INSTALLED) or torch.is_autocast_enabled(x.device.type):
@@ -98,3 +112,18 @@ def gated_linear(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """
     y: Tensor = torch.ops.ccq.gated_linear(x.reshape(-1, x.shape[-1]), gate, weight)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """residual + x W^T, where `is_chosen`: the product is rounded to the dtype of x as by itself.
+
+    Args:
+        residual: [..., N], dtype of x.
+        x: [..., K], float16 or bfloat16, of at most `MAX_VECTORS` vectors.
+        weight: W, [N, K], dtype of x.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    y: Tensor = torch.ops.ccq.add_linear(residual.reshape(-1, residual.shape[-1]), x.reshape(-1, x.shape[-1]), weight)
+    return y.view(residual.shape)

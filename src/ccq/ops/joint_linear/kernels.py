@@ -123,12 +123,26 @@ def _part_kernel(
 
 
 @triton.jit(do_not_specialize=["numbers"])
-def _sum_kernel(parts, y, numbers, S: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _sum_kernel(
+    parts,
+    beside,
+    y,
+    numbers,
+    S: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BESIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """With BESIDE those numbers are added to the sums, which are rounded before."""
     follow(EARLY)
     part, at = tl.arange(0, BS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (part < S)[:, None] & (at < numbers)
-    b_parts = tl.load(parts + part[:, None] * numbers + at, mask=inside, other=0.0)
-    tl.store(y + at, tl.sum(b_parts, 0).to(y.dtype.element_ty), mask=at < numbers)
+    b_y = tl.sum(tl.load(parts + part[:, None] * numbers + at, mask=inside, other=0.0), 0)
+    dtype: tl.constexpr = y.dtype.element_ty
+    if BESIDE:
+        b_y = b_y.to(dtype).to(tl.float32) + tl.load(beside + at, mask=at < numbers, other=0.0).to(tl.float32)
+    tl.store(y + at, b_y.to(dtype), mask=at < numbers)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -163,8 +177,8 @@ def _gated_kernel(
     tl.store(y + row[:, None] * N + output, b_y.to(dtype), mask=(row < rows)[:, None] & (output < N))
 
 
-def single(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x weight^T in `dtype`: x [R, K], weight [N, K], both contiguous -> [R, N]."""
+def single(x: Tensor, weight: Tensor, dtype: torch.dtype, beside: Tensor | None = None) -> Tensor:
+    """x weight^T in `dtype`, added to `beside` [R, N] of that dtype: x [R, K], weight [N, K], all contiguous."""
     (rows, size), outputs = x.shape, len(weight)
     shares = triton.cdiv(size, STEPS * SINGLE.inputs)
     parts = x.new_empty((shares, rows, outputs), dtype=torch.float32)
@@ -175,8 +189,9 @@ def single(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     )  # fmt: skip
     y = x.new_empty((rows, outputs), dtype=dtype)
     _sum_kernel[(triton.cdiv(y.numel(), NUMBERS),)](
-        parts, y, y.numel(), S=shares, BS=triton.next_power_of_2(shares), BLOCK=NUMBERS, num_warps=4, **early
-    )
+        parts, y if beside is None else beside, y, y.numel(), S=shares, BS=triton.next_power_of_2(shares),
+        BLOCK=NUMBERS, BESIDE=beside is not None, num_warps=4, **early,
+    )  # fmt: skip
     return y
 
 
@@ -206,3 +221,8 @@ def gated(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         **early_launch(x.device),
     )  # fmt: skip
     return y
+
+
+def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """residual + x weight^T: residual [R, N], x [R, K], weight [N, K], all contiguous -> [R, N]."""
+    return single(x, weight, x.dtype, residual)
