@@ -132,7 +132,8 @@ def test_figures_follow_from_what_the_card_says(package: list[dict[str, Any]]) -
     assert first["ccq_over_backbone_peak_bytes"] == with_read["peak_bytes"] - plain["peak_bytes"] > 0
     assert figures["ratios"][1]["ccq_over_backbone_step"] is None
     assert saved[-1] == json.loads(json.dumps(figures))
-    assert [len(state["models"]) for state in saved] == [0, 1, 2, 3, 4, 5]
+    # After every model, and after the prefill of every backbone.
+    assert [len(state["models"]) for state in saved] == [0, 1, 2, 3, 3, 4, 5, 5]
 
 
 @pytest.mark.usefixtures("package")
@@ -334,6 +335,39 @@ def test_a_model_whose_step_does_not_fit_keeps_its_prefill_and_costs_no_other_ro
     assert figures["ratios"][0]["ccq_over_backbone_step"] is None
     (tmp_path / "model-card.json").write_text(json.dumps(figures))
     assert f"| gla+ccq | {with_read['parameters']:,} | - | - | - | - |" in speed_page(tmp_path)
+
+
+@pytest.mark.usefixtures("package")
+def test_prefill_is_measured_in_turns_and_a_model_that_fails_costs_no_other_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, called = model.Subject.prefill, list[str]()
+
+    def counted(subject: Any, tokens: Any) -> Any:
+        called.append(getattr(subject.config, "read", None) or type(subject.module).__name__)
+        assert next(subject.module.parameters()).dtype == torch.bfloat16 and not subject.module.training
+        assert tokens.shape == (2, 6) and not subject.optimizer.state
+        if subject.config.read is not None and failing:
+            raise torch.OutOfMemoryError("as large as a house")
+        return prefill(subject, tokens)
+
+    monkeypatch.setattr(model.Subject, "prefill", counted)
+    monkeypatch.setattr("ccq.bench.measure.WARMUP", 2)
+    failing = False
+    turn = ["CCQForCausalLM", "ccq", "Plain"]
+    figures = measure([], [], arms=("gla", "gla+ccq"))
+    # Each once, then each warms up, then the rounds.
+    assert called == turn + [name for name in turn for _ in range(2)] + 3 * turn
+    assert all(row["prefill"]["rounds"] == 3 for row in figures["models"])
+    failing = True
+    called.clear()
+    figures = measure([], [], arms=("gla", "gla+ccq"))
+    assert called == [*turn, turn[0], turn[0], turn[2], turn[2], *(3 * [turn[0], turn[2]])]
+    plain, with_read, package_row = figures["models"]
+    assert with_read["prefill"] is None and with_read["step"] is not None
+    assert plain["prefill"]["rounds"] == package_row["prefill"]["rounds"] == 3
+    assert figures["notes"] == ["gla+ccq, gla, prefill: left out (OutOfMemoryError: as large as a house)"]
+    assert figures["ratios"][0]["ccq_over_backbone_prefill"] is None
 
 
 def test_the_fresh_process_prints_what_is_read_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from tests.nn.token_loop import mixer_loop
 from torch import Tensor
 from transformers import DynamicCache
 
-from ccq.models import ARMS, BACKBONES, CCQCache, CCQForCausalLM, preset
+from ccq.models import ARMS, BACKBONES, CCQCache, CCQForCausalLM, modeling, preset
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-5}
 PAIRS = [backbone for backbone in BACKBONES if f"{backbone}+ccq" in ARMS]
@@ -278,6 +278,33 @@ def test_a_hook_sees_what_the_mlp_puts_out_by_itself(arm: str) -> None:
     block.mlp = Nothing()
     without = model(tokens, output_hidden_states=True).hidden_states[1]
     assert_close("stream", without, before.hidden_states[1] - found, 1e-12)
+
+
+def test_rows_of_few_tokens_on_a_gpu_are_gathered() -> None:
+    def chosen(tokens: int, *, device: str = "cuda", table: torch.nn.Module | None = None) -> bool:
+        embeddings = torch.nn.Embedding(7, 3, device="cuda") if table is None else table
+        return modeling._can_gather(embeddings, torch.zeros(1, tokens, dtype=torch.int64, device=device))
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    with torch._subclasses.FakeTensorMode():
+        watched = torch.nn.Embedding(7, 3, device="cuda")
+        watched.register_forward_hook(lambda *_: None)
+        with torch.no_grad():
+            assert chosen(1) and chosen(16) and not chosen(17) and not chosen(8, device="cpu")
+            assert not chosen(8, table=watched) and not chosen(8, table=Scaled(7, 3, device="cuda"))
+        assert not chosen(8)
+        assert chosen(8, table=torch.nn.Embedding(7, 3, device="cuda").requires_grad_(False))
+
+
+@torch.no_grad()
+def test_gathered_rows_are_those_of_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make("gla+ccq"), random_tokens(3, 2)
+    expected = model.model.embeddings(tokens)
+    monkeypatch.setattr(modeling, "_can_gather", lambda *_: True)
+    assert torch.equal(model.model._embed(tokens, None), expected)
 
 
 def test_bad_tokens_and_caches_are_named() -> None:

@@ -1,9 +1,9 @@
 """`ccq bench model`: training step, prefill and peak memory of whole models, on a GPU.
 
 A backbone, the same with the read step, and flash-linear-attention's model of the same sizes are measured in one
-process, one after the other. A training step is forward, backward, AdamW and clearing the gradients; weights are
-float32 and the forward pass runs under autocast to bfloat16. Prefill reads the prompt into a cache and gives the logits
-of the last token, with weights in bfloat16.
+process. A training step is forward, backward, AdamW and clearing the gradients; weights are float32 and the forward
+pass runs under autocast to bfloat16. Prefill reads the prompt into a cache and gives the logits of the last token, with
+weights in bfloat16. Training steps are measured one model after the other, prefill in turns.
 
 "step" and "prefill" are wall times of one eager call, from an idle card until it is idle again, with everything the
 processor does in between. "step_device" is the time of the same training step replayed as a CUDA graph: what the card
@@ -250,18 +250,44 @@ class ModelMeasurement(Measurement):
     def backbone(self, backbone: str, arms: Sequence[str], rows: int, tokens: int) -> None:
         """Training step and prefill of the arms of one backbone and of the package's model.
 
-        One model after the other, because two with their moments and a step's activations do not fit on a card.
+        Of training one model after the other, because two with their moments and a step's activations do not fit on a
+        card. Prefill in turns: under load a card lowers its clock, by more than a read step takes.
         """
+        trained: dict[str, tuple[Subject, dict[str, Any]]] = {}
         for name in (*arms, *((PACKAGE,) if backbone in RULES else ())):
             subject = self.make(name, self.config(backbone if name == PACKAGE else name))
             if subject is not None:
-                self.model(name, backbone, subject, rows, tokens)
+                trained[name] = subject, self.model(name, backbone, subject, rows, tokens)
+                subject.optimizer.state.clear()
+                subject.optimizer.zero_grad()
+                subject.module.to("cpu", torch.bfloat16).eval()
             del subject
             self.card.release()
             self.save_with_ratios()
+        self.prefill(backbone, trained, rows, tokens)
+        self.save_with_ratios()
 
-    def model(self, name: str, backbone: str, subject: Subject, rows: int, tokens: int) -> None:
-        """One row of the figures."""
+    def prefill(
+        self, backbone: str, trained: Mapping[str, tuple[Subject, dict[str, Any]]], rows: int, tokens: int
+    ) -> None:
+        """Into the rows of the figures."""
+        timers = {}
+        for name, (subject, _) in trained.items():
+            work = functools.partial(subject.prefill, self.tokens(subject.config, rows, tokens))
+            try:
+                subject.module.to(self.card.device)
+                work()
+            except Exception as failure:  # as above
+                subject.module.to("cpu")
+                self.note(f"{name}, {backbone}, prefill: left out ({brief(failure)})")
+                continue
+            timers[name] = wall_timer(self.card, work)
+        for name, found in rounds(timers, self.repeats, self.limit).items():
+            trained[name][1]["prefill"] = found
+            self.say(f"  {name:<24}{milliseconds(found['median_ms']):>10} ms prefill")
+
+    def model(self, name: str, backbone: str, subject: Subject, rows: int, tokens: int) -> dict[str, Any]:
+        """One row of the figures, but for the prefill."""
         given = self.tokens(subject.config, rows, tokens)
         row: dict[str, Any] = {
             "backbone": backbone,
@@ -287,22 +313,13 @@ class ModelMeasurement(Measurement):
                     card_peak_flops(self.figures["gpu"]["card"] or ""),
                 )
             self.say(
-                f"  {name:<22}{milliseconds(row['step']['median_ms']):>10} ms a step"
+                f"  {name:<24}{milliseconds(row['step']['median_ms']):>10} ms a step"
                 f"{row['tokens_per_second']:>12,.0f} tokens/s{mebibytes(row['peak_bytes']):>12} MiB peak"
             )
             self.card.release()
             row["step_device"] = self.device_step(name, backbone, subject, given)
         self.figures["models"].append(row)
-        subject.optimizer.state.clear()
-        subject.optimizer.zero_grad()
-        subject.module.to(torch.bfloat16).eval()
-        self.card.release()
-        try:
-            row["prefill"] = self.time(name, lambda: subject.prefill(given))
-        except Exception as failure:  # as above
-            self.note(f"{name}, {backbone}, prefill: left out ({brief(failure)})")
-        else:
-            self.say(f"  {name:<22}{milliseconds(row['prefill']['median_ms']):>10} ms prefill")
+        return row
 
     def peak(self, subject: Subject, tokens: Tensor) -> int:
         """Bytes: weights, moments, and what a step allocates on top."""
@@ -324,7 +341,7 @@ class ModelMeasurement(Measurement):
         except Exception as failure:  # as above
             self.note(f"{name}, {backbone}: no device time of a training step ({brief(failure)})")
             return None
-        self.say(f"  {name:<22}{milliseconds(found['median_ms']):>10} ms a step on the device")
+        self.say(f"  {name:<24}{milliseconds(found['median_ms']):>10} ms a step on the device")
         return found
 
     def time(self, name: str, work: Callable[[], Any]) -> dict[str, Any]:
@@ -359,7 +376,7 @@ class ModelMeasurement(Measurement):
                         }
                     )
                     self.say(
-                        f"  {arm:<22}{rows:>4} x {length:<7}{speed:>12,.0f} tokens/s{mebibytes(peak):>12} MiB peak"
+                        f"  {arm:<24}{rows:>4} x {length:<7}{speed:>12,.0f} tokens/s{mebibytes(peak):>12} MiB peak"
                     )
                     self.save(self.figures)
             del subject
