@@ -281,7 +281,7 @@ def test_a_hook_sees_what_the_mlp_puts_out_by_itself(arm: str) -> None:
 
 
 def test_rows_of_few_tokens_on_a_gpu_are_gathered() -> None:
-    def chosen(tokens: int, *, device: str = "cuda", table: torch.nn.Module | None = None) -> bool:
+    def chosen(tokens: int, *, device: str = "cuda", table: torch.nn.Embedding | None = None) -> bool:
         embeddings = torch.nn.Embedding(7, 3, device="cuda") if table is None else table
         return modeling._can_gather(embeddings, torch.zeros(1, tokens, dtype=torch.int64, device=device))
 
@@ -294,6 +294,7 @@ def test_rows_of_few_tokens_on_a_gpu_are_gathered() -> None:
         watched.register_forward_hook(lambda *_: None)
         with torch.no_grad():
             assert chosen(1) and chosen(16) and not chosen(17) and not chosen(8, device="cpu")
+            assert not chosen(8, table=torch.nn.Embedding(7, 3, device="cuda", max_norm=1.0))
             assert not chosen(8, table=watched) and not chosen(8, table=Scaled(7, 3, device="cuda"))
         assert not chosen(8)
         assert chosen(8, table=torch.nn.Embedding(7, 3, device="cuda").requires_grad_(False))

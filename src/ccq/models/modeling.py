@@ -352,12 +352,12 @@ class CCQModel(CCQPreTrainedModel):
         return self.embeddings(input_ids)
 
 
-def _can_gather(embeddings: nn.Module, tokens: Tensor) -> bool:
+def _can_gather(embeddings: nn.Embedding, tokens: Tensor) -> bool:
     """Whether an indexing kernel may copy the rows: up to 16, torch's kernel for embeddings copies one after the other,
     7.7 us for the 8 of a decoding step on an H200.
     """
-    few = tokens.is_cuda and tokens.numel() <= _SERIAL_ROWS
-    return few and is_exactly(embeddings, nn.Embedding) and not needs_gradient(embeddings.weight)
+    few = tokens.is_cuda and tokens.numel() <= _SERIAL_ROWS and not needs_gradient(embeddings.weight)
+    return few and is_exactly(embeddings, nn.Embedding) and embeddings.max_norm is None
 
 
 class CCQForCausalLM(CCQPreTrainedModel, GenerationMixin):
