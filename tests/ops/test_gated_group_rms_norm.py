@@ -1,5 +1,5 @@
-"""The norm of Mamba2, in PyTorch and by its kernels, against its formula in float64, differentiated by autograd, on a GPU
-or in Triton's interpreter.
+"""The norm of Mamba2, in PyTorch and by its kernels, against its formula in float64, differentiated by autograd, on a
+GPU or in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ eps) over a group and n = z * r, the output is n * weight, and for a gradient dy
 
     dz = r (dn - n mean(dn * n)),  ds = dz * a,  d_gate = dz * s * silu'(gate),  d_weight = sum of dy * n,
 
-and with ds those of x, values and skip. On a GPU a kernel computes it in each direction; composed from PyTorch it takes
-about thirty, most of them over float32 copies.
+and with ds those of x, values and skip. On a GPU one kernel computes it in each direction. Composed from PyTorch it
+takes about sixty, most of them over float32 copies: a training step of the 500M model (H200, 32,768 tokens) took 1,030
+ms and takes 579.
 
 | operator | what it is |
 | --- | --- |
