@@ -113,6 +113,8 @@ def test_strided_vectors_and_weights(dtype: torch.dtype) -> None:
     residual = torch.randn(2, 4, 40).to(DEVICE, dtype).transpose(0, 1)
     for weight, view in zip(weights, views, strict=True):
         assert torch.equal(add_linear(residual, turned, view), add_linear(residual.contiguous(), x, weight))
+    few, stream = x[:, 0], torch.randn(40, 4).to(DEVICE, dtype).t()
+    assert torch.equal(add_linear(stream, few, weights[0]), add_linear(stream.contiguous(), few, weights[0]))
 
 
 @given(
