@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ccq.report.costs import QUALITY_TITLES, CostPoint
@@ -29,7 +29,7 @@ from ccq.report.tables import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
     from matplotlib.lines import Line2D
 
 _COLUMNS = 3
@@ -335,39 +335,61 @@ def _efficiency_figure(runs: Runs, table: ReportTable | None, styles: Mapping[st
     if not chosen and not sweeps:
         return None
     bars = [(_bars(shown, place), label) for place, label in chosen]
-    columns = min(max(len(bars), len(sweeps)), 2)
     # A row of bars is as high as the panel with most of them.
-    heights = [0.8 + 0.24 * max(len(each) for each, _ in row) for row in _rows_of(bars, columns)]
-    heights += [_SWEEP_HEIGHT for _ in _rows_of(sweeps, columns)]
+    bar_heights = [0.8 + 0.24 * max(len(each) for each, _ in row) for row in _rows_of(bars)]
+    sweep_heights = [_SWEEP_HEIGHT for _ in _rows_of(sweeps)]
 
     def draw(figure: Figure) -> None:
-        grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
-        for row, panels in enumerate(_rows_of(bars, columns)):
-            for column, (each, label) in enumerate(panels):
-                _draw_bars(figure.add_subplot(grid[row, column]), each, label, styles)
-        for row, benchmarks in enumerate(_rows_of(sweeps, columns), len(heights) - -(-len(sweeps) // columns)):
-            for column, benchmark in enumerate(benchmarks):
-                axes = figure.add_subplot(grid[row, column])
+        # Laid out apart: the long names beside bars would leave a sweep little width.
+        heights = [sum(each) for each in (bar_heights, sweep_heights) if each]
+        parts = iter(figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat)
+        if bars:
+            for axes, (each, label) in _panels(next(parts), bar_heights, bars):
+                _draw_bars(axes, each, label, styles)
+        if sweeps:
+            for axes, benchmark in _panels(next(parts), sweep_heights, sweeps):
                 _draw_sweep(axes, benchmark.sweep, styles)
-                axes.set_title(f"training, {benchmark.sweep_tokens:,} tokens a step,\n{benchmark.scale}")
+                axes.set_title(f"training, {benchmark.sweep_tokens:,} tokens a step, {benchmark.scale}")
 
-    caption = (
-        "Bars of the paper are hatched (v2, App. C, from a reading note of v2); those of runs are plain. Machines, "
-        "numbers of rows and precision differ as the table says. The paper's own Figure 5, a sweep over lengths at 32K "
-        "tokens a step, is not drawn: none of its numbers is known here."
+    caption = []
+    if bars:
+        caption.append(
+            "Bars of the paper are hatched (v2, App. C, from a reading note of v2); those of runs are plain. Machines, "
+            "numbers of rows and precision differ as the table says."
+        )
+    caption.append(
+        "The paper's own Figure 5, a sweep over lengths at 32K tokens a step, is not drawn: none of its numbers is "
+        "known here."
     )
-    return ReportFigure("efficiency", "Figure 5: end-to-end efficiency", caption, (10.0, sum(heights) + 0.3), draw)
+    for sweep in sweeps:
+        said = "; ".join((f"one {sweep.machine}, medians", *sweep.notes)).rstrip(".")
+        caption.append(f"The sweep of {sweep.path.name}: {said}.")
+    return ReportFigure(
+        "efficiency",
+        "Figure 5: end-to-end efficiency",
+        " ".join(caption),
+        (10.0, sum((*bar_heights, *sweep_heights)) + 0.3),
+        draw,
+    )
 
 
-def _rows_of(panels: Sequence[Panel], columns: int) -> list[Sequence[Panel]]:
-    return [panels[first : first + columns] for first in range(0, len(panels), columns)]
+def _rows_of(panels: Sequence[Panel]) -> list[Sequence[Panel]]:
+    """Two a row."""
+    return [panels[first : first + 2] for first in range(0, len(panels), 2)]
+
+
+def _panels(figure: SubFigure, heights: Sequence[float], panels: Sequence[Panel]) -> Iterator[tuple[Axes, Panel]]:
+    """Every panel with its place."""
+    grid = figure.add_gridspec(len(heights), min(len(panels), 2), height_ratios=heights)
+    for place, panel in enumerate(panels):
+        yield figure.add_subplot(grid[divmod(place, 2)]), panel
 
 
 def _bars(rows: Sequence[TableRow], place: int) -> list[tuple[str, str, str, float, str]]:
     """Label, arm, source, value and its text of every row that has one."""
     return [
         (
-            _clipped(f"{row.label} ({row.scale})", 44),
+            _clipped(f"{row.label} ({row.scale})", 56),
             row.arm,
             row.source,
             row.cells[place].value or 0.0,
@@ -421,7 +443,7 @@ def _draw_sweep(axes: Axes, sweep: Mapping[tuple[str, int], float], styles: Mapp
     axes.set_xlabel("length of a row in tokens")
     axes.set_ylabel("tokens a second")
     axes.grid(axis="y")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 # Quality against cost.
