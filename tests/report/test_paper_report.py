@@ -236,12 +236,10 @@ def test_a_sweep_is_drawn_by_length() -> None:
     assert paper_tables(given) == []
     (found,) = report_figures(given, None, [])
     assert "hatched" not in found.caption, "there are no bars"
-    assert found.caption.endswith(
-        "The sweep of model.json: one NVIDIA H200, torch 2.11.0, medians; gla+ccq, gla, training step: left out (no room)."
-    )
-    assert lines_of(found, "training, 32,768 tokens a step, 1.3B") == [
-        ([8192.0, 16384.0, 32768.0], [4000.0, 2000.0, 1000.0])
-    ]
+    said = "one NVIDIA H200, torch 2.11.0, medians; gla+ccq, gla, training step: left out (no room)."
+    assert found.caption.endswith(f"The sweep of model.json: {said}")
+    drawn = lines_of(found, "training, 32,768 tokens a step, 1.3B")
+    assert drawn == [([8192.0, 16384.0, 32768.0], [4000.0, 2000.0, 1000.0])]
 
 
 def test_needles_by_depth_are_means_over_seeds() -> None:
