@@ -34,6 +34,12 @@ def make(arm: str, dtype: torch.dtype = torch.float64, read: str = "on", **chang
     return model.to(dtype)
 
 
+def checkpoint_blocks(model: CCQForCausalLM, reentrant: bool) -> None:
+    # Renamed in the course of transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+
+
 def random_tokens(*shape: int) -> Tensor:
     return torch.randint(VOCABULARY, shape)
 

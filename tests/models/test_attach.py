@@ -580,6 +580,19 @@ def test_detached_is_as_before() -> None:
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_pickled_model_comes_back_with_its_read_steps(name: str, tmp_path: Path) -> None:
+    model, tokens = attached(name), random_tokens(2, 6)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert len(read_steps(loaded)) == len(read_steps(model)) > 0
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert [type(x) for x in loaded.modules()] == [type(x) for x in model.modules()]
+    with pytest.raises(AttributeError, match="has no attribute 'Qwen3NextGatedDeltaNet'"):
+        importlib.import_module("ccq.models.attach").Qwen3NextGatedDeltaNet  # noqa: B018
+
+
 @torch.no_grad()
 def test_a_dispatched_model_keeps_its_hooks() -> None:
     accelerate = pytest.importorskip("accelerate")

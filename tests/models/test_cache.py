@@ -13,11 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 from tests.helpers import assert_close
-from tests.models.small import CASES, assert_same_cache, make, random_tokens
+from tests.models.small import CASES, assert_same_cache, checkpoint_blocks, make, random_tokens
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ccq.nn.read as read_module
 from ccq.models import ARMS, CCQCache, CCQForCausalLM, load_state, save_state
+from ccq.models.cache import CACHE_NAME, fingerprint
 from ccq.nn import ShortConvolution, conv
 from ccq.nn.mixers import common as common
 from ccq.nn.mixers import map_state, state_tensors
@@ -143,6 +145,132 @@ def test_a_state_that_gradients_reach_through_can_be_reset_and_reordered(arm: st
             pairs = [torch.autograd.grad(x, parameters) for x in (loss, expected)]
             for (name, _), a, b in zip(model.named_parameters(), *pairs, strict=True):
                 assert_close(name, a, b, 1e-9)
+
+
+def gradients(model: CCQForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    """Not by autograd.grad, which reentrant checkpointing refuses."""
+    model.zero_grad()
+    loss.backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("arm", [*ARMS, "gla+ccq-mean"])
+@pytest.mark.parametrize("after", ["nothing", "a call", "reset", "select"])
+def test_blocks_are_computed_again_from_the_state_that_they_had(arm: str, after: str) -> None:
+    """Where nothing in the state has a gradient: behind a prompt, and behind mixers that are frozen."""
+    plain = make(arm).train()
+    tokens, more = random_tokens(2, 9), random_tokens(2, 2)
+
+    def losses(model: CCQForCausalLM) -> Iterator[Tensor]:
+        with torch.no_grad():
+            cache = model(tokens[:, :4], use_cache=True).cache
+        loss = model(tokens[:, 4:], cache=cache).logits.square().sum()
+        with torch.no_grad():
+            if after == "a call":
+                model(more, cache=cache)
+            elif after == "reset":
+                cache.reset()
+            elif after == "select":
+                cache.reorder_cache(torch.tensor([1, 0]))
+        yield loss
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name or model.config.intermediate_size is None)
+        cache = CCQCache(model.config)
+        yield sum((model(part, cache=cache).logits.square().sum() for part in tokens.split(3, 1)), torch.zeros(()))
+
+    again = copy.deepcopy(plain)
+    checkpoint_blocks(again, reentrant=True)
+    again.enable_input_require_grads()
+    expected, found = losses(plain), losses(again)
+    first, second = gradients(plain, next(expected)), gradients(again, next(found))
+    for name, value in first.items():
+        assert_close(name, second[name], value, 1e-9)
+
+    wrapped = copy.deepcopy(plain)
+    for block in wrapped.model.layers:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    found = losses(wrapped)
+    next(found)
+    first, second = gradients(plain, next(expected)), gradients(wrapped, next(found))
+    for name, value in first.items():
+        assert_close(name, second[name], value, 1e-9)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_copy_is_a_branch_for_gradients_too(arm: str) -> None:
+    model, tokens = make(arm), random_tokens(2, 7)
+    expected = gradients(model, model(tokens).logits[:, 4:].square().sum())
+    cache = CCQCache(model.config)
+    model(tokens[:, :4], cache=cache)
+    branch = copy.deepcopy(cache)
+    model(random_tokens(2, 3), cache=cache)
+    for name, value in gradients(model, model(tokens[:, 4:], cache=branch).logits.square().sum()).items():
+        assert_close(name, value, expected[name], 1e-9)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_cache_of_inference_mode_goes_on_outside_of_it(arm: str) -> None:
+    model, tokens = make(arm), random_tokens(2, 7)
+    with torch.inference_mode():
+        cache = model(tokens[:, :4]).cache
+        kept = copy.deepcopy(cache)
+        other = copy.deepcopy(cache)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        generated = model.generate(tokens, max_new_tokens=3, do_sample=False)
+        text = model.generate(tokens[:, :5], **{CACHE_NAME: copy.deepcopy(cache)}, max_new_tokens=1, do_sample=False)
+        assert torch.equal(text, model.generate(tokens[:, :5], max_new_tokens=1, do_sample=False))
+        assert_close("continued", model(tokens[:, 4:], cache=cache).logits, expected[:, 4:], 1e-12)
+        assert cache.get_seq_length() == 7 and generated.shape == (2, 10)
+        kept.reorder_cache(torch.tensor([1, 0]))
+        turned = model(tokens.flip(0)[:, 4:], cache=kept).logits
+        assert_close("turned", turned, expected.flip(0)[:, 4:], 1e-12)
+        other.reset()
+        assert_close("begun again", model(tokens, cache=other).logits, expected, 1e-12)
+        assert other.get_seq_length() == 7
+    with torch.inference_mode():
+        recorded = model(tokens[:, :4]).cache
+    value = model(tokens[:, 4:], cache=recorded).logits.square().sum()
+    assert all(torch.isfinite(x).all() for x in gradients(model, value).values())
+
+
+@pytest.mark.parametrize("arm", ["gla+ccq", "gated-deltanet+ccq", "mamba2", "transformer"])
+@torch.no_grad()
+def test_a_cache_takes_over_the_dtype_of_what_it_is_given(arm: str) -> None:
+    """A prompt in bfloat16 leaves nothing rounded behind a reset, nor once its tokens have left the convolutions."""
+    model, tokens = make(arm, torch.float32), random_tokens(2, 12)
+    rounded = copy.deepcopy(model).bfloat16()
+    expected = model(tokens).cache
+    for name, x in state_tensors(expected.layers[0].state).items():
+        assert x.dtype in (torch.float32, torch.int64), name
+    cache = rounded(tokens[:, :4]).cache
+    cache.reset()
+    for token in tokens.split(1, 1):
+        model(token, cache=cache)
+    assert_same_cache(cache, expected, 1e-5)
+    for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+        kinds = [{name: x.dtype for name, x in state_tensors(each.state).items()} for each in (ours, theirs)]
+        assert kinds[0] == kinds[1]
+
+
+def test_a_fingerprint_is_that_of_what_a_call_computes() -> None:
+    model = make("gla+ccq", torch.float32)
+    same = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) == same == fingerprint(copy.deepcopy(model).bfloat16())
+    for name, parameter in model.named_parameters():
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.get_parameter(name).flatten()[-1] += 1
+        assert fingerprint(other) != same, name
+        assert parameter.numel() > 0
+    for field, value in {"gate": 0.5, "centred": False, "norm_eps": 0.1, "gate_logit_normalizer": 3.0}.items():
+        other = copy.deepcopy(model)
+        setattr(other.config, field, value)
+        assert fingerprint(other) != same, field
+    for field, value in {"use_cache": False, "max_position_embeddings": 7, "eos_token_id": 3, "dt_max": 0.2}.items():
+        other = copy.deepcopy(model)
+        setattr(other.config, field, value)
+        assert fingerprint(other) == same, field
 
 
 @torch.no_grad()

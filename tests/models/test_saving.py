@@ -12,7 +12,19 @@ import torch
 from tests.models.small import make, random_tokens, small
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from ccq.models import ARMS, CCQConfig, CCQForCausalLM, CCQModel, load_model, save_model
+from ccq.models import (
+    ARMS,
+    CCQConfig,
+    CCQForCausalLM,
+    CCQModel,
+    attach,
+    detach,
+    from_flash_linear_attention,
+    load_model,
+    save_gates,
+    save_model,
+    to_flash_linear_attention,
+)
 
 
 def assert_same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> None:
@@ -73,6 +85,28 @@ def test_shards(tmp_path: Path) -> None:
         model = make("gla+ccq", torch.float32)
         save_model(model, tmp_path, **options)
         assert_same_weights(load_model(tmp_path), model)
+
+
+def test_files_that_are_no_weights_of_transformers_stay(tmp_path: Path) -> None:
+    """Gates may lie beside a model under any name."""
+    model = make("gla", torch.float32, gate_logit_normalizer=16)
+    gates = tmp_path / "model_gates.safetensors"
+    others = [gates, tmp_path / "model.backup.safetensors", tmp_path / "model-best.safetensors.txt"]
+    attach(model)
+    save_gates(model, gates)
+    for path in others[1:]:
+        path.write_bytes(b"mine")
+    detach(model)
+    before = {path: path.read_bytes() for path in others}
+    stale = tmp_path / "model-00001-of-00002.safetensors"
+    for write in (save_model, to_flash_linear_attention):
+        stale.write_bytes(b"of an earlier model")
+        write(model, tmp_path)
+        assert {path: path.read_bytes() for path in others} == before and not stale.exists()
+        if write is save_model:
+            assert_same_weights(load_model(tmp_path), model)
+        else:
+            assert_same_weights(from_flash_linear_attention(tmp_path), model)
 
 
 @pytest.mark.parametrize("arm", ["gla+ccq", "mamba2", "transformer"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers import assert_close
-from tests.models.small import VOCABULARY, make, random_tokens
+from tests.models.small import VOCABULARY, checkpoint_blocks, make, random_tokens
 from torch.utils.data import Dataset
 
 from ccq.models import ARMS, CCQCache, CCQForCausalLM, load_model, preset
@@ -59,12 +59,6 @@ def test_one_batch_of_eight_equals_eight_of_one() -> None:
     )
     for name, gradient in gradients(model, parts).items():
         assert_close(name, gradient, whole[name], 2e-5, floor=1e-7)
-
-
-def checkpoint_blocks(model: CCQForCausalLM, reentrant: bool) -> None:
-    # Renamed in the course of transformers 5.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -134,6 +134,26 @@ def test_the_attached_scale_has_a_gradient_at_its_start() -> None:
     assert_close("scale", read.gate_scale.grad, -0.01 * (upstream * correction).sum((0, 1, 3)), 1e-6)
 
 
+def test_given_numbers_keep_their_digits_in_every_dtype() -> None:
+    """A lambda a head, factors and a table: as the number itself, which no dtype of the model touches."""
+    given = torch.tensor([0.3, 0.7, -0.2])
+    q, k, presplit = inputs(torch.bfloat16)
+    for there_and_back in ([torch.bfloat16], [torch.float16, torch.float32], [torch.float64, torch.bfloat16]):
+        read = CurvatureConditionedQuery(HEADS, SIZE, gate=[float(x) for x in given])
+        read.intervene(factors=given.clone())
+        tabled = CurvatureConditionedQuery(HEADS, SIZE, gate=0.1)
+        tabled.intervene(table=given[None].clone(), factors=given.clone())
+        for dtype in there_and_back:
+            read, tabled = read.to(dtype), tabled.to(dtype)
+        for kept in (read.fixed, read.factors, tabled.table, tabled.factors):
+            assert kept is not None and kept.dtype == torch.float32 and torch.equal(kept.flatten(), given)
+        expected = CurvatureConditionedQuery(HEADS, SIZE, gate=[float(x) ** 2 for x in given])
+        for each in (read, tabled):
+            assert_close("query", each(q, k, presplit_query=presplit).query, expected(q, k).query.double(), 2**-8)
+    moved = CurvatureConditionedQuery(HEADS, SIZE, gate=[float(x) for x in given]).to("meta", torch.bfloat16)
+    assert moved.fixed is not None and moved.fixed.is_meta and moved.fixed.dtype == torch.float32
+
+
 def test_length_is_kept() -> None:
     """A kept length scales the paper's unit result by |q|, up to the 1e-6 of the normalisation."""
     q, k, presplit = inputs()

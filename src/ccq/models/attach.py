@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import os
 import re
 import sys
@@ -484,6 +485,15 @@ class _ReadBeforeRule:
 def _with_read(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of transformers' layers with the forward pass of `_ReadBeforeRule`."""
     return type(f"{kind.__name__}WithRead", (_ReadBeforeRule, kind), {"__module__": __name__, "_plain": kind})
+
+
+def __getattr__(name: str) -> Any:
+    """The classes made by `_with_read`, for pickle, which looks for a class in its module."""
+    for path in _MIXERS:
+        module, _, plain = path.rpartition(".")
+        if name == f"{plain}WithRead":
+            return _with_read(getattr(importlib.import_module(module), plain))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _change_class(module: Any, kind: type[nn.Module]) -> None:

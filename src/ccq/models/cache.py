@@ -6,6 +6,7 @@ Legend: N sequences (rows of a batch, or documents of a packed row).
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ccq.files import write_bytes_atomically
-from ccq.models.configuration import CCQConfig
+from ccq.models.configuration import NOT_IN_A_CALL, CCQConfig, own_fields
 from ccq.nn.mixers.common import (
     AttentionState,
     LayerState,
@@ -49,8 +50,9 @@ class StateLayer:
     one sequence spread over a batch.
 
     Without gradients a state is overwritten in place, so that its addresses stay and a CUDA graph can replay a step;
-    while gradients are recorded it is replaced, so that they reach back through it. So is one that gradients reach back
-    through, whatever comes behind it: the backward pass still needs its values.
+    while gradients are recorded it is replaced, so that they reach back through it. So is, whatever comes behind it,
+    one that gradients reach back through, and one that a call had while they were recorded: the backward pass still
+    needs its values, and computes blocks again from those without gradients too (activation checkpointing).
     """
 
     # Transformers asks for these.
@@ -60,6 +62,14 @@ class StateLayer:
 
     def __init__(self) -> None:
         self.state: LayerState | None = None
+        self._is_recorded = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateLayer:
+        """Gradients reach back through the copy as well, which torch's own refuses."""
+        copied = StateLayer()
+        if self.state is not None:
+            copied._keep(map_state(self.state, torch.clone))  # type: ignore[type-var]
+        return copied
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'empty' if self.state is None else type(self.state).__name__})"
@@ -78,7 +88,9 @@ class StateLayer:
 
     def lend(self) -> LayerState | None:
         """The state for a mixer's next call, which may overwrite it."""
-        if not isinstance(self.state, MixerState):
+        self._leave_inference_mode()
+        self._is_recorded |= torch.is_grad_enabled()
+        if self._is_recorded or not isinstance(self.state, MixerState):
             return self.state
         memory, statistics, convolution = self.state
         if isinstance(statistics, PackedKeyStatistics):
@@ -93,9 +105,12 @@ class StateLayer:
             self._adopt(new)
             return
         before, after = state_tensors(self.state), state_tensors(new)
-        if _any_gradients(before, after) or [*before] != [*after]:
+        if self._is_recorded or _any_gradients(before, after) or [*before] != [*after]:
             self._adopt(new)
         elif all(x.shape == after[name].shape for name, x in before.items()):
+            if any(x.dtype != after[name].dtype for name, x in before.items()):
+                self._adopt(new)
+                return
             for name, x in before.items():
                 if x is not after[name]:
                     x.copy_(after[name])
@@ -113,7 +128,8 @@ class StateLayer:
         if isinstance(self.state, AttentionState):
             self.state = None
         else:
-            self._change(lambda x: torch.zeros_like(x) if x.requires_grad else x.zero_())
+            self._leave_inference_mode()
+            self._change(lambda x: x.zero_() if self._can_overwrite(x) else torch.zeros_like(x))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was: [N] int64."""
@@ -128,8 +144,9 @@ class StateLayer:
 
         def select(x: Tensor) -> Tensor:
             chosen = x[indices.to(x.device)]
-            return x.copy_(chosen) if chosen.shape == x.shape and not x.requires_grad else chosen
+            return x.copy_(chosen) if chosen.shape == x.shape and self._can_overwrite(x) else chosen
 
+        self._leave_inference_mode()
         self._change(select)
 
     def crop(self, *_: Any) -> None:
@@ -149,6 +166,14 @@ class StateLayer:
 
     get_max_cache_shape = get_max_length  # its name in older releases of transformers
 
+    def _can_overwrite(self, x: Tensor) -> bool:
+        return not (x.requires_grad or self._is_recorded)
+
+    def _leave_inference_mode(self) -> None:
+        """Outside of that mode nothing can be written into what was made in it."""
+        if self.state is not None and any(_is_closed(x) for x in state_tensors(self.state).values()):
+            self._change(torch.clone)
+
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self._keep(map_state(self.state, change))  # type: ignore[type-var]
@@ -164,6 +189,11 @@ class StateLayer:
             for x in state_tensors(state).values():
                 torch._dynamo.mark_static_address(x)
         self.state = state
+        self._is_recorded = False
+
+
+def _is_closed(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _any_gradients(*states: dict[str, Tensor]) -> bool:
@@ -209,6 +239,8 @@ class CCQCache(Cache):
             self.positions = torch.zeros((), dtype=torch.int64, device=device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self.positions)
+        elif _is_closed(self.positions):
+            self.positions = self.positions.clone()
         self.positions.add_(positions)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -225,6 +257,7 @@ class CCQCache(Cache):
         """Forget every sequence."""
         super().reset()
         if self.positions is not None:
+            self.positions = self.positions.clone() if _is_closed(self.positions) else self.positions
             self.positions.zero_()
 
 
@@ -251,7 +284,8 @@ def load_state(path: str | os.PathLike[str], model: CCQPreTrainedModel) -> CCQCa
     tensors, metadata = read_safetensors(path, STATE_FORMAT, "a model state written by save_state")
     if metadata.get("model") != fingerprint(model):
         raise ValueError(
-            f"{path} was made by another model, whose memory means nothing to this one; read the text again"
+            f"{path} was made by another model (or by this one in another precision than float32 and bfloat16), whose "
+            "memory means nothing to this one; read the text again"
         )
     again = "write it again with save_state"
     cache = CCQCache(model.config)
@@ -271,11 +305,21 @@ def load_state(path: str | os.PathLike[str], model: CCQPreTrainedModel) -> CCQCa
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash that differs between models: of the first 64 values of every weight, in bfloat16 so that it is the same
-    in every precision that a model is loaded in.
+    """A hash that differs between models: of 64 values spread over every weight, and, of this library's models, of the
+    configuration as far as a call depends on it. The values are rounded to bfloat16: a model in float32 and its copy in
+    bfloat16 have the same hash, one that has been in float16 may have another.
     """
-    parts = [parameter.detach().flatten()[:64].to("cpu", torch.bfloat16) for parameter in model.parameters()]
-    return hashlib.sha256(torch.cat(parts).view(torch.int16).numpy().tobytes()).hexdigest()
+    parts = []
+    for parameter in model.parameters():
+        values = parameter.detach().flatten()
+        spread = torch.linspace(0, max(len(values) - 1, 0), min(64, len(values)), dtype=torch.float64)
+        parts.append(values[spread.long().to(values.device)].to("cpu", torch.bfloat16))
+    found = hashlib.sha256(torch.cat(parts).view(torch.int16).numpy().tobytes())
+    config = getattr(model, "config", None)
+    if isinstance(config, CCQConfig):
+        fields = {name: getattr(config, name) for name in own_fields() if name not in NOT_IN_A_CALL}
+        found.update(json.dumps(fields, sort_keys=True).encode())
+    return found.hexdigest()
 
 
 def read_safetensors(

@@ -28,6 +28,12 @@ _OF_TRANSFORMERS = frozenset(
     "output_attentions per_layer_config quantization_config tie_last_hidden_states".split()
 )
 
+NOT_IN_A_CALL = frozenset(
+    "min_a max_a dt_min dt_max initializer_range max_position_embeddings use_cache bos_token_id eos_token_id "
+    "pad_token_id".split()
+)
+"""Fields that change where a model starts or what programs do with it, but nothing that it computes."""
+
 
 def parse_arm(arm: str) -> tuple[str, str | None]:
     """BACKBONE or BACKBONE+READ -> (backbone, read step or None). Read step "none" is None: the backbone as it is."""

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ccq.models.configuration import CCQConfig
-from ccq.models.modeling import CCQForCausalLM, save_model, write_whole
+from ccq.models.modeling import CCQForCausalLM, remove_other_weights, save_model, weight_files, write_whole
 
 _BACKBONES = {"gla": "gla", "gated_deltanet": "gated-deltanet"}
 _MODEL_TYPES = {backbone: model_type for model_type, backbone in _BACKBONES.items()}
@@ -133,11 +133,7 @@ def to_flash_linear_attention(model: CCQForCausalLM, folder: str | os.PathLike[s
         save_model(model, staging, **options)
         (staging / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
 
-    written = write_whole(folder, write)
-    # Weights of an earlier model in other shards would be taken for those of this one.
-    for path in Path(folder).glob("model*.safetensors*"):
-        if path.name not in written:
-            path.unlink()
+    remove_other_weights(folder, write_whole(folder, write))
 
 
 def config_from_flash_linear_attention(config: Mapping[str, Any]) -> CCQConfig:
@@ -236,7 +232,7 @@ def _read_configuration(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("model*.safetensors"))
+    files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
     if not files:
         raise FileNotFoundError(
             f"{folder} holds no weights as model*.safetensors; load an older checkpoint with its own library and write "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ from ccq.ops.checks import needs_gradient, values_can_be_read
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 _IGNORED_LABEL = -100
 _SERIAL_ROWS = 16
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 class CCQModelOutput(BaseModelOutputWithPast):
@@ -529,10 +531,21 @@ def save_model(model: CCQPreTrainedModel, folder: str | os.PathLike[str], **opti
     """`model.save_pretrained(folder)`, each file whole or not at all. `options` are save_pretrained's."""
     with _no_progress_bars():
         written = write_whole(folder, partial(model.save_pretrained, **options))
-    # Weights of an earlier model in other shards would be taken for those of this one.
-    for path in Path(folder).glob("model*.safetensors*"):
+    remove_other_weights(folder, written)
+
+
+def remove_other_weights(folder: str | os.PathLike[str], written: set[str]) -> None:
+    """Remove the weights of an earlier model, which in other shards would be taken for those of the files `written`."""
+    for path in weight_files(folder):
         if path.name not in written:
             path.unlink()
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The files in which transformers keeps weights, and their index. Others, such as those of gates, may lie beside
+    them under any name.
+    """
+    return sorted(path for path in Path(folder).iterdir() if _WEIGHTS.fullmatch(path.name))
 
 
 def write_whole(folder: str | os.PathLike[str], write: Callable[[Path], Any]) -> set[str]:

@@ -114,6 +114,8 @@ class ReadStep(nn.Module):
     """Whether it has a state."""
     has_correction: ClassVar[bool] = True
     """Whether it changes the query beyond its length."""
+    given: ClassVar[tuple[str, ...]] = ("factors",)
+    """Buffers of numbers that no training changes, in the dtype in which they were given."""
     factors: Tensor | None
     """[H], by what the correction of each head is multiplied; None for 1. No part of the state dict."""
 
@@ -134,6 +136,16 @@ class ReadStep(nn.Module):
         """
         self.enabled = enabled
         self.factors = factors
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Numbers that were given keep their digits where a model changes its dtype."""
+        given = {name: getattr(self, name) for name in self.given}
+        super()._apply(fn, recurse)
+        for name, before in given.items():
+            after = getattr(self, name)
+            if before is not None and after.dtype != before.dtype:
+                setattr(self, name, before.to(after.device))
+        return self
 
     @property
     def is_changed(self) -> bool:
@@ -270,6 +282,7 @@ class GatedReadStep(ReadStep):
     the same weights as one without.
     """
 
+    given = ("factors", "fixed", "table")
     fixed: Tensor | None
     """[H] float32: lambda of each head, where `gate` has one for each. No part of the state dict."""
     table: Tensor | None
