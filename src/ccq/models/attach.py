@@ -323,7 +323,8 @@ class _StatisticsLayer(LinearAttentionLayer):
         if self.statistics is None:
             raise ValueError(
                 "the cache has no key statistics, because it was filled before the read step was attached or while its "
-                "correction was off; continue it with the correction off, or start again from the first token"
+                "correction was off; continue it with the correction off, or start again from the first token, with a "
+                "new cache"
             )
         return StaticKeyStatistics(*self.statistics)
 

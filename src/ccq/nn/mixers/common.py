@@ -140,7 +140,7 @@ def check_call(
     if read is not None and read.enabled and read.keeps_statistics and state.statistics is None:
         raise ValueError(
             "state has no key statistics, because it was made while the correction was off or by a layer without "
-            "a read step; continue it with the correction off, or start again from the first token"
+            "a read step; continue it with the correction off, or start again from the first token, with a new state"
         )
 
 
