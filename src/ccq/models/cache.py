@@ -89,7 +89,8 @@ class StateLayer:
     def lend(self) -> LayerState | None:
         """The state for a mixer's next call, which may overwrite it."""
         self._leave_inference_mode()
-        self._is_recorded |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._is_recorded = True
         if self._is_recorded or not isinstance(self.state, MixerState):
             return self.state
         memory, statistics, convolution = self.state
@@ -171,7 +172,9 @@ class StateLayer:
 
     def _leave_inference_mode(self) -> None:
         """Outside of that mode nothing can be written into what was made in it."""
-        if self.state is not None and any(_is_closed(x) for x in state_tensors(self.state).values()):
+        if self.state is None or torch.compiler.is_compiling():
+            return
+        if any(_is_closed(x) for x in state_tensors(self.state).values()):
             self._change(torch.clone)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
