@@ -235,8 +235,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
     if not files:
         raise FileNotFoundError(
-            f"{folder} holds no weights as model.safetensors or model-*-of-*.safetensors; load an older checkpoint with "
-            "its own library and write it again with save_pretrained"
+            f"{folder} holds no weights as model.safetensors or model-*-of-*.safetensors; load an older checkpoint "
+            "with its own library and write it again with save_pretrained"
         )
     weights = {}
     for path in files:
